@@ -30,6 +30,7 @@ from model.ranks import RankError, listed
 from model.save.aside import Aside
 from model.save.finish import write_json
 from model.save.gguf_names import (
+    GEMMA4_SOFTCAP,
     ROPE_FREQS,
     SAME_VALUES,
     WINDOW_VALUES,
@@ -60,6 +61,7 @@ _SIZES = (
     ("shared_expert_intermediate_size", "blk.0.ffn_gate_shexp.weight", 0),
 )
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0}
+_NEUTRAL |= {"final_logit_softcapping": 0.0}
 _REQUIRED = ["block_count", "embedding_length", "attention.head_count", "attention.layer_norm_rms_epsilon"]
 _REQUIRED += ["context_length"]
 _HEADS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
@@ -433,6 +435,7 @@ def _gemma4(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": file.number("rope.freq_base_swa", 10000.0)}
     return {
         "enable_moe_block": "num_experts" in values,
+        "final_logit_softcapping": file.own("final_logit_softcapping", GEMMA4_SOFTCAP) or None,
         "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
         "num_global_key_value_heads": heads[full],

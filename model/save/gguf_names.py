@@ -29,6 +29,7 @@ class Architecture(NamedTuple):
         fixed: attributes of the configuration, with the only values that llama.cpp computes.
         values: function of the configuration that returns metadata by the end of its key, where it differs from
             ``SAME_VALUES``.
+        softcap: softcap of the logits that llama.cpp uses for a file without ``final_logit_softcapping``; 0 is none.
     """
 
     name: str
@@ -36,6 +37,10 @@ class Architecture(NamedTuple):
     period: int | None = 0
     fixed: Mapping[str, Any] = _SILU
     values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+    softcap: float = 0.0
+
+
+GEMMA4_SOFTCAP = 30.0  # of a file without final_logit_softcapping
 
 
 def _gemma4(config: PretrainedConfig) -> dict[str, Any]:
@@ -102,7 +107,7 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture("qwen3moe", fixed=_SILU | _QWEN3_MOE),
     "gpt_oss": Architecture("gpt-oss", period=2),
     "gemma3_text": Architecture("gemma3", 1.0, 6, _GELU),
-    "gemma4_text": Architecture("gemma4", 0.0, None, _GELU | {"attention_bias": False}, _gemma4),
+    "gemma4_text": Architecture("gemma4", 0.0, None, _GELU | {"attention_bias": False}, _gemma4, GEMMA4_SOFTCAP),
     "qwen3_5_text": Architecture("qwen35", 1.0, values=_qwen3_5),
     "qwen3_5_moe_text": Architecture("qwen35moe", 1.0, values=_qwen3_5),
     "lfm2": Architecture("lfm2", fixed={"conv_bias": False}, values=_lfm2),
@@ -138,7 +143,8 @@ SAME_VALUES = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "vocab_size": "vocab_size",
 }
-WINDOW_VALUES = {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"}
+_SOFTCAP = "final_logit_softcapping"
+WINDOW_VALUES = {"attention.sliding_window": "sliding_window", _SOFTCAP: _SOFTCAP}
 
 
 class GGUFPlace(NamedTuple):
@@ -326,6 +332,10 @@ def other_values(value_of: Callable[[str], Any], config: PretrainedConfig) -> It
     value by its key, None if it is missing."""
     architecture = ARCHITECTURES[config.model_type]
     own = architecture.values(config)
+    if hasattr(config, _SOFTCAP):
+        own[_SOFTCAP] = getattr(config, _SOFTCAP) or 0.0
+        if value_of(key := f"{architecture.name}.{_SOFTCAP}") is None and not same(architecture.softcap, own[_SOFTCAP]):
+            yield f"{key} is missing, which is {architecture.softcap} in llama.cpp, expected {own[_SOFTCAP]}"
     for end, attribute in (SAME_VALUES | WINDOW_VALUES | dict.fromkeys(own, "")).items():
         found = value_of(key := f"{architecture.name}.{end}")
         expected = own[end] if end in own else getattr(config, attribute, None)

@@ -281,8 +281,8 @@ def metadata(config) -> dict[str, Any]:
         values |= {"rope.dimension_count": head, "vocab_size": config.vocab_size}
     if architecture in ("gemma3", "gpt-oss"):
         values["attention.sliding_window"] = config.sliding_window
-    if getattr(config, "final_logit_softcapping", None):
-        values["final_logit_softcapping"] = config.final_logit_softcapping
+    if hasattr(config, "final_logit_softcapping"):  # without it, Gemma 4 has 30 in llama.cpp
+        values["final_logit_softcapping"] = float(config.final_logit_softcapping or 0)
     if hasattr(config, "num_experts") and architecture != "gemma4":
         values |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
     if architecture in ("qwen3moe", "qwen35moe", "lfm2moe", "gpt-oss"):

@@ -12,8 +12,8 @@ from tests.lib.gguf_files import architecture_of, metadata, tensors
 def gguf_template(source: Path, path: Path, *, without: str = "", **values: float) -> Path:
     """Write the template of a checkpoint: metadata, vocabulary, and tensors of zeros.
 
-    ``without``: a tensor that is left out. ``values``: metadata, without the architecture before them and with ``__``
-    for the point, instead of the right ones.
+    ``without``: a tensor or an entry of the metadata that is left out. ``values``: metadata, without the architecture
+    before them and with ``__`` for the point, instead of the right ones.
     """
     gguf = pytest.importorskip("gguf")
     config, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
@@ -22,6 +22,8 @@ def gguf_template(source: Path, path: Path, *, without: str = "", **values: floa
     writer.add_name("template")
     writer.add_uint32("general.file_type", 32)
     for key, value in (right | {key.replace("__", "."): value for key, value in values.items()}).items():
+        if key == without:
+            continue
         add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[
             type(value)
         ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from model.ranks import RankError
 from model.save.gguf_file import GGUFNames
@@ -59,6 +59,16 @@ def test_weights_and_logits_are_those_of_the_original(variant: str, tmp_path: Pa
         theirs = next(engine_logits(file, [IDS]))
         bound = 1e-2 if "gemma" in variant else 1e-4  # llama.cpp's GELU is a table in fp16
         assert (theirs - logits(tmp_path / "out", IDS)).abs().max() < bound * theirs.std()
+
+
+def test_the_softcap_of_gemma_4_is_that_of_llama_cpp(tmp_path: Path) -> None:
+    """It is 30 if the file has none; 0 is none."""
+    source, file = checkpoint(tmp_path / "source", "gemma4_text"), tmp_path / "model.gguf"
+    write_gguf(source, file, without=("gemma4.final_logit_softcapping",))
+    convert_gguf(file, tmp_path / "default")
+    convert_gguf(write_gguf(source, file, final_logit_softcapping=0.0), tmp_path / "none")
+    assert AutoConfig.from_pretrained(tmp_path / "default").final_logit_softcapping == 30
+    assert AutoConfig.from_pretrained(tmp_path / "none").final_logit_softcapping is None
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])

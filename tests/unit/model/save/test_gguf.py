@@ -398,6 +398,13 @@ OTHER_POSITIONS = {
     "gemma3_text": [
         ({"rope__freq_base_swa": 5e5}, "gemma3.rope.freq_base_swa is 500000.0, expected 10000.0"),
         ({"attention__sliding_window": 16}, "gemma3.attention.sliding_window is 16, expected 8"),
+        ({"final_logit_softcapping": 30.0}, "gemma3.final_logit_softcapping is 30.0, expected 0.0"),
+    ],
+    "gemma3_text, tied off, softcap": [
+        ({"without": "final_logit_softcapping"}, "softcapping is missing, which is 0.0 in llama.cpp, expected 30.0"),
+    ],
+    "gemma4_text": [
+        ({"without": "final_logit_softcapping"}, "softcapping is missing, which is 30.0 in llama.cpp, expected 0.0"),
     ],
     "gemma4_text, softcap": [
         ({"attention__head_count_kv": 4}, r"gemma4.attention.head_count_kv is 4, expected \[2, 2\]"),
