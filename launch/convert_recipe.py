@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,6 +44,7 @@ THERE = " (the default there)"
 PTQ_BATCHES = 64  # per rank: 256 samples, as of AngelSlim's PTQ, on four ranks with one sample per micro-batch
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GRANULARITIES = {"per-tensor": "tensor", "per-channel": "channel", "per-group": "group", "per-token": "token"}
+INTERVALS = {"logging_steps": "train.log_every", "save_steps": "train.checkpoint_every"}
 LOSSES = ("kl", "rkl", "mse", "cakld", "kd")
 # Quantizations of weights and inputs that AngelSlim's names of quantization imply.
 NAMES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
@@ -361,6 +363,18 @@ def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
     def take(name: str, default: Any = None) -> Any:
         return source.take(f"{prefix}.{name}", default)
 
+    def interval(name: str) -> int | None:
+        """Take a number of steps; below 1 it is a share of all steps, which is known if max_steps is set."""
+        value = float(take(name, 500))
+        if not 0 < value < 1:
+            return int(value)
+        if steps > 0:
+            return math.ceil(value * steps)
+        made.say(
+            f"{prefix}.{name}", f"{value:g} is a share of all steps there: {INTERVALS[name]} takes a number of steps"
+        )
+        return None
+
     shown = ("per_device_train_batch_size", "num_train_epochs", "max_steps", "logging_steps", "save_steps")
     absent = [name for name in shown if not source.has(f"{prefix}.{name}")]
     whose = "" if source.has(f"{prefix}.learning_rate") else THERE
@@ -384,7 +398,11 @@ def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
         made.say(f"{prefix}.lr_scheduler_type", f"{schedule}, expected constant, linear or cosine")
     made.put("optim.min_lr_ratio", 0.0 if schedule != "constant" else None)  # transformers' schedules end at 0
     made.put("optim.warmup_ratio", float(take("warmup_ratio", 0.0)) or None)
-    made.put("optim.warmup_steps", int(take("warmup_steps", 0)) or None)
+    warmup = float(take("warmup_steps", 0))
+    made.put(
+        "optim.warmup_ratio" if 0 < warmup < 1 else "optim.warmup_steps",
+        (warmup if warmup < 1 else int(warmup)) or None,
+    )
     made.put("optim.grad_clip", float(take("max_grad_norm", 1.0)))
     made.put("optim.betas", [float(take("adam_beta1", TORCH_BETAS[0])), float(take("adam_beta2", TORCH_BETAS[1]))])
     decay = float(take("weight_decay", 0.0))
@@ -394,10 +412,11 @@ def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
     made.put("train.seed", int(take("seed", 42)))
     made.put("data.seed", int(take("data_seed", made.recipe["train"]["seed"])))
     made.put("train.activation_checkpointing", take("gradient_checkpointing"))
-    made.put("train.log_every", int(take("logging_steps", 500)))
-    every = take("save_steps", 500)
+    made.put(INTERVALS["logging_steps"], interval("logging_steps"))
     when = take("save_strategy", "steps")
-    made.put("train.checkpoint_every", int(every) if when == "steps" else None)
+    if when == "steps":
+        made.put(INTERVALS["save_steps"], interval("save_steps"))
+    take("save_steps")
     if when not in ("steps", "no"):
         made.say(f"{prefix}.save_strategy", f"{when}: set train.checkpoint_every to a number of steps")
     made.put("train.keep_checkpoints", take("save_total_limit"))

@@ -259,6 +259,19 @@ def test_what_their_file_leaves_open_is_said():
     assert recipe.train.report_to == ["wandb"] and any("report_to: wandb, comet_ml, expected" in note for note in notes)
 
 
+def test_steps_below_1_are_shares_of_all_steps():
+    """As transformers' Trainer reads warmup_steps, logging_steps and save_steps."""
+    shares = SCALES_ONLY.replace('save_strategy: "no", warmup_ratio: 0.0', "save_steps: 0.4, warmup_steps: 0.03")
+    shares = shares.replace("logging_steps: 1", "logging_steps: 0.1")
+    recipe, notes = read(shares.replace("max_steps: 3", "max_steps: 50"))
+    assert (recipe.optim.warmup_ratio, recipe.optim.warmup_steps) == (0.03, 0)
+    assert (recipe.train.log_every, recipe.train.checkpoint_every) == (5, 20)
+    assert not any("share" in note for note in notes)
+    recipe, notes = read(shares.replace("max_steps: 3", "max_steps: -1"))
+    assert any("logging_steps: 0.1 is a share of all steps there: train.log_every" in note for note in notes)
+    assert any("save_steps: 0.4 is a share of all steps there: train.checkpoint_every" in note for note in notes)
+
+
 def test_a_redirected_recipe_keeps_the_notes(tmp_path, monkeypatch, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(SCALES_ONLY)
