@@ -48,6 +48,7 @@ class RunReport:
         assert last is not None
         if self._memory is None:  # created after the first step, which is not typical, so it measures the second
             self._memory = MemoryWatch(state.model, state.session.engine.optimizer)
+        self._memory.stepped()
         self._summary.step({} if last.skipped else last.losses, last.tokens, last.valid_tokens)
         speed = last.tokens / world_size() / seconds
         loss = f"{last.losses['loss/total']:.4g}"
@@ -200,6 +201,7 @@ class MemoryWatch:
         """Watch ``model``, the student, and ``optimizer``, the one of the student's engine."""
         self._model, self._optimizer = model, optimizer
         self._items: dict[str, int] = {}
+        self._partitions: int | None = None
         # When this hook is called the gradients of the step are complete, and not yet freed.
         inner = getattr(optimizer, "optimizer", optimizer)
         inner.register_step_post_hook(self._measure)
@@ -212,20 +214,26 @@ class MemoryWatch:
         # Buffers of an optimizer on NVMe, which hold a sub-group at this moment.
         seen = {buffer.untyped_storage().data_ptr() for buffer in swap_buffers(self._optimizer)}
         self._items = {
-            "parameters": _bytes(secondary_partitions(self._model), set()),  # hpZ's; write() adds the others
+            "parameters": _bytes(secondary_partitions(self._model), set()),  # hpZ's; write() adds self._partitions
             "gradients": _bytes([*gradient_buffers(self._optimizer), *own], seen),
             "master weights": _bytes(master_weights(self._optimizer), seen),
             "moments": _bytes(moments, seen),
         }
 
+    def stepped(self) -> None:
+        """Measure the partitions of parameters, once; call it after every step. A forward without a backward, such as
+        an evaluation, leaves parameters gathered."""
+        if self._items and self._partitions is None:
+            self._partitions = _bytes(partitions(self._model), set())
+
     def write(self, path: Path, device: torch.device, peak: int) -> None:
-        """Write the file that ``launch/memory.py --measured`` reads, if a step was measured; call it between two steps.
+        """Write the file that ``launch/memory.py --measured`` reads, if a step was measured.
 
         If the disk is full there is a warning and no file; the run goes on.
         """
-        if not self._items:
+        if self._partitions is None:
             return
-        items = self._items | {"parameters": self._items["parameters"] + _bytes(partitions(self._model), set())}
+        items = self._items | {"parameters": self._items["parameters"] + self._partitions}
         try:
             path.unlink(missing_ok=True)  # it may be a link to a file elsewhere
             path.write_text(json.dumps(asdict(Measured(device.type, world_size(), peak, items)), indent=1) + "\n")

@@ -22,6 +22,7 @@ from data.loader import split_held_out
 from engine.checkpoint.find import best_checkpoint
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
+from engine.report import MEASURED, read_measured
 from model.ranks import rank
 from tests.distributed.engine.scripts.train import run
 from tests.lib.definitions import kd_loss
@@ -69,6 +70,11 @@ def test_evaluation_changes_nothing_that_trains(paths):
         resting = () if step >= 3 else ("input_s0",) if step == 2 else ("input_s0", "weight_s0")
         for name, value in expected.items():
             assert name.endswith(resting or "no scale") or torch.equal(found[name], value), (step, name)
+
+
+def test_memory_json_counts_no_parameters_that_an_evaluation_gathers(paths):
+    watched, unseen = (read_measured(Path(load_recipe(path).output_dir, MEASURED)).items for path in paths.values())
+    assert watched == unseen
 
 
 def test_evaluation_is_of_the_held_out_samples_as_the_model_would_be_served(paths):
