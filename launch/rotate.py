@@ -1,7 +1,7 @@
 """Rotate a checkpoint's weights: the same function, without outliers in the inputs of layers.
 
     python launch/rotate.py --model models/Qwen3-8B --out rotated/qwen3_8b
-    deepspeed --num_gpus 8 launch/train.py --config my.yaml --quant.scheme nvfp4_w4a4 --model.path rotated/qwen3_8b
+    deepspeed --num_gpus 8 launch/train.py --config my.yaml --quant.scheme 8da4w --model.path rotated/qwen3_8b
 
 Hadamard matrices with random signs rotate the residual stream and the values of each head. The layers' weights are
 multiplied by these matrices, and by the norms' weights before. The result is an ordinary checkpoint for every reader,
