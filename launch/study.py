@@ -127,7 +127,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
-    """Map each part (ft unless it would learn only its own logits, ptq, ptq_gptq, ..., qat) to its script, in order."""
+    """Map each part (ft unless nothing would change it, ptq, ptq_gptq, ..., qat) to its script, in order."""
     others = [f"{PTQ}_{codes}" for codes in dict.fromkeys(ptq_codes) if codes != recipe.quant.init]
     scripts = {FT: TRAIN, **dict.fromkeys([PTQ, *others], CALIBRATE), QAT: TRAIN}
     return {part: script for part, script in scripts.items() if part != FT or not teaches_itself(recipe)}

@@ -128,7 +128,7 @@ def test_results_there_and_back(comparison, tmp_path):
 
 
 def test_a_perplexity_per_word_that_overflows_is_left_out_of_the_file(tmp_path):
-    """Where words are not separated by spaces, a line is one word."""
+    """A line without spaces counts as one word."""
     text = EvalText(token_ids=[1] * 1000, words=1, bytes=3000, prefix=0, digest="")
     figures = {name: perplexity(value) for name, value in text.perplexities(-2000.0).items()}
     assert figures["perplexity per word"].value == math.inf
