@@ -487,10 +487,13 @@ def from_torchtune(source: ForeignRecipe) -> Converted:
     made.put("optim.lr", float(source.take("optimizer.lr", 1e-3)))
     made.put("optim.betas", source.take("optimizer.betas", TORCH_BETAS))
     made.put("optim.weight_decay", float(source.take("optimizer.weight_decay", 0.01)))  # torch's default
-    schedule = source.take_below("lr_scheduler")
+    schedule = str(source.take("lr_scheduler._component_", ""))
+    if schedule and not schedule.endswith("get_cosine_schedule_with_warmup"):
+        made.say("lr_scheduler._component_", f"{schedule}: here it becomes a cosine that ends at 0 (optim.schedule)")
+    expect(source, made, "lr_scheduler.num_cycles", 0.5, "a cosine falls to its end once here")
     made.put("optim.schedule", "cosine" if schedule else "constant")
     made.put("optim.min_lr_ratio", 0.0 if schedule else None)
-    made.put("optim.warmup_steps", schedule.get("num_warmup_steps"))
+    made.put("optim.warmup_steps", source.take("lr_scheduler.num_warmup_steps"))
     made.put("optim.grad_clip", float(source.take("clip_grad_norm", 0.0)))  # torchtune clips where it is set
     loss = str(source.take("loss._component_", "CrossEntropyLoss"))
     if "CrossEntropy" not in loss:

@@ -91,7 +91,17 @@ log_peak_memory_stats: false
 # With these values of other keys: a temperature and a top k of cakld, epochs beside steps; any model of torchtune.
 WITHOUT_EFFECT = [f"compression.QAT.{key}" for key in ("loss_topk", "kd_temperature", "hf_args.num_train_epochs")]
 WITHOUT_EFFECT += ["model._component_"]
-FILES = {"AngelSlim": SCALES_ONLY, "torchtune": TORCHTUNE}
+# As recipes/configs/llama3/8B_qat_lora.yaml in these keys.
+TORCHTUNE_LORA = TORCHTUNE.replace(
+    "llama3.llama3_8b",
+    """llama3.lora_llama3_8b, lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: true,
+      apply_lora_to_output: false, lora_rank: 4, lora_alpha: 8, lora_dropout: 0.5""",
+)
+TORCHTUNE_LORA += """
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100,
+  num_cycles: 0.5}
+"""
+FILES = {"AngelSlim": SCALES_ONLY, "torchtune": TORCHTUNE, "torchtune with LoRA": TORCHTUNE_LORA}
 
 
 def read(text: str) -> tuple[Recipe, list[str]]:
@@ -187,14 +197,12 @@ def test_chats_stay_chats_with_and_without_their_prompts():
 
 
 def test_an_adapter_of_torchtune_is_beside_the_quantized_weights():
-    """As recipes/configs/llama3/8B_qat_lora.yaml."""
-    lora = """llama3_8b, lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: true,
-      apply_lora_to_output: false, lora_rank: 4, lora_alpha: 8, lora_dropout: 0.5"""
-    recipe, notes = read(TORCHTUNE.replace("llama3.llama3_8b", f"llama3.lora_{lora}"))
+    recipe, notes = read(TORCHTUNE_LORA)
     adapter = recipe.adapter
     assert (adapter.kind, adapter.merge, adapter.rank, adapter.alpha, adapter.dropout) == ("lora", False, 4, 8, 0.5)
     assert adapter.targets == [r".*\.(q_proj|o_proj|gate_proj|up_proj|down_proj)"]
-    assert not any("lora" in note for note in notes)
+    assert not any("lora" in note or "lr_scheduler" in note for note in notes)
+    assert (recipe.optim.schedule, recipe.optim.min_lr_ratio, recipe.optim.warmup_steps) == ("cosine", 0, 100)
 
 
 def test_inputs_of_w4a8_fp8_keep_their_one_stored_scale():
