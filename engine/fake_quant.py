@@ -80,7 +80,12 @@ def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str
     problems = []
     if bad:
         problems.append(f"inputs with NaN or Inf: {', '.join(bad[:20])}")
-    if unseen:
+    if len(unseen) == len(absmax):
+        problems.append(
+            "observers have seen no inputs: let them watch (observe: true) in the steps before fake quant starts, and "
+            "in the last steps of a run that ends without it"
+        )
+    elif unseen:
         layers = [owner for owner in unseen if owner in quantization.layers]
         remedy = f"; to leave them as they are, set {exempt_line(layers)}" if layers else ""
         problems.append(f"inputs that no batch reached, or that are all zero: {', '.join(unseen[:20])}{remedy}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.fake_quant import calibrate_inputs, check_input_scales
+from engine.fake_quant import calibrate_inputs, check_input_scales, observed_input_scales
 from model.ranks import RankError
 from model.scales.in_place import input_scales, renew_weight_scales, write_scales
 from quant import Ranges, replace_layers
@@ -105,3 +105,13 @@ def test_global_scales_of_inputs_are_not_their_reciprocals(tmp_path):
     for wrong in (lambda value: 1 / value, lambda value: value * 1e3):
         with pytest.raises(RankError, match="the dynamic scales, which are divided by this one"):
             nvfp4.check({name: wrong(value) for name, value in nvfp4.scales.items()})
+
+
+def test_observers_that_saw_nothing_are_not_blamed_on_the_layers(fp8):
+    owners = {group.owner for group in fp8.quantization.input_groups}
+    for group in fp8.quantization.input_groups:
+        assert group.observer is not None
+        group.observer.reset()
+    with pytest.raises(RankError, match=r"observers have seen no inputs: let them watch \(observe: true\)") as error:
+        observed_input_scales(fp8.quantization, owners)
+    assert "quant.exempt" not in str(error.value)
