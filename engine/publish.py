@@ -205,7 +205,7 @@ class VllmServer:
         base = self._call("/v1/models", seconds=CONNECT_SECONDS)["data"][0]
         served = self._call("/weight_info", seconds=CONNECT_SECONDS)["weight_version"]
         if served == UPDATING:
-            raise ServerError("an earlier update of it failed, and it is paused: start it again")
+            raise ServerError("an earlier update of its weights failed, and it is paused: restart the server")
         return base["id"], Path(base["root"]), served
 
     @_as_expected()
@@ -249,7 +249,7 @@ class VllmServer:
         name, root, served = self.serving()
         started_with = _same_model(root, version)
         if served != STARTED and Path(served).parent != version.parent:
-            raise ServerError(f"it serves {served}, expected a version in {version.parent}: start it again")
+            raise ServerError(f"it serves {served}, expected a version in {version.parent}: restart it")
         if served == STARTED:
             self._test_reload([*known] if started_with.parent == version.parent else [started_with], name, prompt)
         self._pause()
@@ -274,7 +274,7 @@ class VllmServer:
             raise ServerError(
                 f"loading {', '.join(path.name for path in candidates)} again does not restore {len(least)} of its "
                 f"{len(before)} parameters ({least[0]}): vLLM cannot reload this format, or the server was started "
-                "with other files. It stays paused: start it again with each new version"
+                "with other files. It stays paused: restart it for each new version"
             )
         # Clients that use the server meanwhile change batches, and so roundings.
         noise, exact = max(_distance(cold[0], other) for other in cold), False
@@ -290,7 +290,7 @@ class VllmServer:
                 self._call("/pause?mode=abort", {}, seconds=CONNECT_SECONDS)
         if not exact:
             raise ServerError(
-                f"after loading {candidate.name} again {found}. It stays paused: start it again with each new version"
+                f"after loading {candidate.name} again {found}. It stays paused: restart it for each new version"
             )
 
     def _pause(self) -> None:
@@ -306,7 +306,7 @@ class VllmServer:
         try:
             self._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         except ServerError as error:
-            raise ServerError(f"it did not load {directory}: {error}. It stays paused: start it again") from None
+            raise ServerError(f"it did not load {directory}: {error}. It stays paused: restart it") from None
 
     def _log_probs(self, name: str, prompt: list[int]) -> list[float]:
         """Return the log-probability of each token of a prompt but the first, and of the token that follows."""

@@ -89,7 +89,8 @@ class SharedRows:
         return rank() % self.ranks
 
     def start(self) -> None:
-        """Share rows from now on; a collective. In a single process only models on the meta device can run then."""
+        """Share rows from now on; a collective. A single process, which has no other ranks to share with, can
+        afterwards run models on the meta device only, as the prediction of memory does."""
         if self._group is None and world_size() > 1:
             for first in range(0, world_size(), self.ranks):  # every rank takes part in creating every group
                 group = dist.new_group(list(range(first, first + self.ranks)))

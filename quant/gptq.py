@@ -177,7 +177,7 @@ def _factor(gram: Tensor, damping: float) -> Tensor:
     diagonal = gram.diagonal()
     mean = diagonal.mean()
     if not bool(mean.isfinite()):
-        raise ValueError("the Gram matrix of the inputs has NaN or Inf, expected finite inputs")
+        raise ValueError("the inputs of a layer have NaN or Inf in calibration: check the model and the samples")
     damped = gram + torch.diag((damping * mean).expand(len(gram)) + (diagonal == 0) * mean.clamp(min=1.0))
     upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)

@@ -165,10 +165,10 @@ class SharedInput:
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
         """Return the quantized ``x``, cached or computed by ``make``, and the cache of its dequantized form for
-        backward.
+        backward; None in place of this cache if nothing is shared.
 
-        The mask is None for a :class:`QuantizedActivation`. Raises RuntimeError if a :class:`QuantizedActivation` lacks
-        a needed output: fake quantization was switched between norm and layer.
+        The quantized input of a :class:`QuantizedActivation` has no mask. Raises RuntimeError if a
+        :class:`QuantizedActivation` lacks a needed output: fake quantization was switched between norm and layer.
         """
         if isinstance(x, QuantizedActivation) and x.readers is self:
             if x.quantized.values is None and not wanted.codes_for_gemm:

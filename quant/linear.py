@@ -452,7 +452,7 @@ class StackedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class LinearPart:
-    """Slice of a layer that a checkpoint stores as one Linear.
+    """Slice of a layer; a checkpoint stores each slice as a Linear of its own.
 
     Attributes:
         name: module name of the Linear in the checkpoint.

@@ -142,7 +142,7 @@ class Ranges:
     headroom: float = 1.0
 
     def searches(self, spec: TensorSpec) -> bool:
-        """Return True if the first scale of a weight minimizes the squared error."""
+        """Return True if the scale with which a weight starts minimizes the squared error."""
         return self.weights == "mse" or (self.weights == "auto" and spec.dtype == "int" and spec.bits <= 3)
 
     def signs(self, spec: TensorSpec) -> bool:
@@ -174,8 +174,8 @@ def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: Tensor
 
 
 def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """Compute fp32 scales that fit the largest magnitude to the grid, from the combined statistics ``[2, *scale
-    shape]``.
+    """Compute fp32 scales that fit the largest magnitude to the grid, from the results of :func:`partial_stats` for all
+    ranges of a weight, combined by maximum: ``[2, *scale shape]``.
 
     Signed scales map the largest magnitude to ``qmin``, the code without a positive counterpart. Asymmetric scales
     cover the range from the smallest to the largest value.

@@ -67,8 +67,9 @@ class GGUFSource:
         return self.values.get(f"{self.architecture}.{end}", default)
 
     def number(self, end: str, default: float | None = None) -> Any:
-        """Return a number of the architecture's metadata: a float if it is in ``_FRACTIONS``, else an integer. Of a
-        list by layers it is the first one that is not 0. Raises CheckpointError unless it is positive."""
+        """Return the metadata value ``ARCHITECTURE.end``, or ``default`` if it is missing: a float if ``end`` is in
+        ``_FRACTIONS``, else an integer. If it is a list, with a value for each layer, return its first value that is
+        not 0. Raises CheckpointError if the result is not a positive number."""
         value, fraction = self.own(end, default), end in _FRACTIONS
         if end in _BY_LAYER and isinstance(value, list):
             value = next((number for number in value if number != 0), value)

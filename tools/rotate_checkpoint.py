@@ -57,7 +57,7 @@ class Rotation:
 
     @property
     def size(self) -> int:
-        """Number of rows and columns."""
+        """Number of rows, which is also the number of columns."""
         return len(self.signs)
 
     @property

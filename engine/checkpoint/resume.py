@@ -342,8 +342,9 @@ def reseed(seed: int, step: int) -> None:
 
 
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states in the files ``rank_<r>.pt`` of all old ranks for this new rank. States are the same on every
-    rank, except statistics of the quantization's observers."""
+    """Return the state with which this rank resumes a run of another number of ranks. ``states`` are those in the files
+    ``rank_<r>.pt`` of all old ranks. They are the same on every rank, but for random states, which are not resumed, and
+    the statistics of observers, which :func:`merge_observers` combines."""
     stateful = states[0]["stateful"]
     quantization = stateful["quantization"]
     seen = [state["stateful"]["quantization"]["observers"] for state in states]

@@ -333,7 +333,8 @@ class QuantRecipe:
         return stored or self.quantizes_cache()
 
     def decouples(self) -> bool:
-        """Tell if codes of weights are chosen with scales of their own."""
+        """Tell if codes of weights are chosen with other scales than those that the codes are multiplied by
+        (``decoupled_scales``)."""
         return self.decoupled_scales and bool(self.linear_schemes())
 
     def quantizes_cache(self) -> bool:

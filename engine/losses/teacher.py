@@ -141,7 +141,8 @@ def first_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerB
 
 
 def common_vocabulary(tokenizer: PreTrainedTokenizerBase, student: int, teacher: int) -> int | None:
-    """Return on how many token ids two models are compared; None (all) if their vocabularies have equal size.
+    """Return on how many token ids two models are compared: None (all) if both have equally many logits, else the
+    number of the tokenizer's tokens.
 
     Models pad their vocabularies beyond the tokenizer's, and logits of that padding are meaningless. At equal sizes the
     padding is compared too, so that losses compare whole distributions.

@@ -127,7 +127,8 @@ def _write(state: dict[str, Tensor], key: str, moment: Tensor, random: Tensor, b
 
 
 def rounding_at(step: Tensor, device: torch.device) -> torch.Generator:
-    """Return the generator for the rounding of a step."""
+    """Return the generator of the random numbers with which ``step`` rounds the moments (stochastic rounding); its seed
+    is the number of the step."""
     return torch.Generator(device).manual_seed(int(step))
 
 

@@ -169,7 +169,12 @@ def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, *, lon
     """Describe how hidden states differ if ranks share rows, as a clause; None if they are those of whole rows, up to
     rounding. A collective.
 
-    ``longest``: length of the run's longest rows. ``packing``: True if rows have several samples.
+    Args:
+        asked: the model and how it is run.
+        rows: switches between shared and whole rows.
+        vocabulary: token ids to draw random samples from.
+        longest: length of the run's longest rows.
+        packing: True if rows have several samples.
     """
     # All ranks have equally many tokens, so that code that fails on shares fails on all ranks.
     length = max(min(longest, SHARED_TOKENS) // rows.ranks, 1) * rows.ranks

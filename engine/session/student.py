@@ -51,8 +51,10 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_pr
 def build_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, Quantization]:
-    """Build the student, load, rotate and quantize its weights, and set ``requires_grad``; scales are not filled yet. A
-    collective. ``losses``: refuse models whose lm_head does not allow losses. Raises RankError on every rank."""
+    """Build the student, load its weights, and replace its layers by quantized ones, whose scales are not filled yet; a
+    collective. Weights are rotated if the recipe says so, and ``requires_grad`` is set. ``losses``: refuse models whose
+    logits cannot be computed from hidden states and lm_head. Raises RankError on every rank if the recipe or the
+    checkpoint does not fit the model."""
     model, named = empty_student(recipe, ds_config, device, losses=losses)
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
     say(f"weights: {report.summary()}")
@@ -72,8 +74,10 @@ def build_student(
 def empty_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, dict[str, Scheme]]:
-    """Build the student without weights, and return it with the schemes of lm_head, embeddings or (``quant.scheme:
-    source``) all layers, by name. ``losses``: lm_head must allow losses. A collective; RankError on every rank."""
+    """Build the student without weights; a collective. Also return schemes by layer name: those that the recipe sets
+    for lm_head and embeddings; with ``quant.scheme: source`` those of all quantized layers. ``losses``: refuse models
+    whose logits cannot be computed from hidden states and lm_head. Raises RankError on every rank if the recipe does
+    not fit the model."""
 
     def pack(model: PreTrainedModel) -> None:
         pack_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))

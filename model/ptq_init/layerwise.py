@@ -36,7 +36,13 @@ Sets = list[list[str]]  # names of quantized layers with the same input
 
 @dataclass
 class CodeErrors:
-    """Squared errors of the Linears' outputs, and squared outputs: fp64 scalars, for this rank's rows."""
+    """Sums over all Linears whose codes were chosen, and over the calibration tokens.
+
+    Attributes:
+        nearest, chosen: squared errors of the outputs, with the nearest codes and with the chosen ones.
+        squares: squared outputs of the unquantized weights.
+        partitioned: True if the sums cover only the output features whose codes this rank has chosen.
+    """
 
     nearest: float = 0.0
     chosen: float = 0.0

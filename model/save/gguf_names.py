@@ -328,8 +328,9 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
 
 
 def other_values(value_of: Callable[[str], Any], config: PretrainedConfig) -> Iterator[str]:
-    """Yield a problem for each size in a file's metadata that differs from the model's. ``value_of`` returns a metadata
-    value by its key, None if it is missing."""
+    """Yield a problem for each size in a file's metadata that differs from the model's. A missing size is no problem,
+    unless llama.cpp replaces it by another value than the model's. ``value_of`` returns a metadata value by its key,
+    None if it is missing."""
     architecture = ARCHITECTURES[config.model_type]
     own = architecture.values(config)
     if hasattr(config, _SOFTCAP):

@@ -143,7 +143,7 @@ def safetensors_head(shapes: Shapes, metadata: Mapping[str, str] | None = None) 
     """Build the header of a safetensors file with ``metadata``, and the offset of each tensor in the file. Raises
     ValueError for a dtype that the format lacks."""
     if unknown := sorted({str(dtype) for dtype, _ in shapes.values() if dtype not in KINDS}):
-        raise ValueError(f"safetensors files cannot store {', '.join(unknown)}")
+        raise ValueError(f"safetensors files cannot store the dtypes {', '.join(unknown)}")
     places: dict[str, dict[str, object]] = {}
     begin: dict[str, int] = {}
     end = 0

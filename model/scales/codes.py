@@ -75,9 +75,9 @@ def file_weight(
         dtypes = _PLAIN
     if found.dtype not in dtypes or found.shape != (rows, width):
         raise ValueError(
-            f"{found.file}: {found.key} is {found.kind} {list(found.shape)}, but codes of {spec.bits} bits of "
-            f"{spec.dtype} are {' or '.join(str(dtype) for dtype in dtypes)} {[rows, width]}: the scales beside it are "
-            "of another scheme"
+            f"{found.file}: {found.key} is {found.kind} {list(found.shape)}, expected "
+            f"{' or '.join(str(dtype) for dtype in dtypes)} {[rows, width]}, as its scales are those of {spec.dtype} "
+            f"codes with {spec.bits} bits: the file mixes two schemes, use another checkpoint"
         )
     shape = spec.scale_shape((rows, columns))
     return FileWeight(found, scale.reshape(shape), None if zero is None else zero.float().reshape(shape))

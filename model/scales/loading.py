@@ -437,7 +437,7 @@ def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:
     if tuple(zero.values.shape) != zero.shape:
         raise ValueError(
             f"{zero.key} is {zero.values.dtype} {tuple(zero.values.shape)}, expected {zero.shape}, or packed int32 "
-            f"{zero.packed_shape}"
+            f"{zero.packed_shape}: use another checkpoint"
         )
     check_zero_points(key, zero.values, spec)
 

@@ -157,8 +157,10 @@ def _check_tokens(model: ScoringModel, windows: Sequence[Window]) -> None:
 def scoring_model(
     model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
 ) -> ScoringModel:
-    """Freeze ``model`` and remove its lm_head, in place; a collective. Give ``ds_config`` if the model was built with
-    it, sharded (stage 3). Raises RankError if there is no lm_head, or its output is changed in an unknown way."""
+    """Freeze ``model`` in place, and return it in a form that scores windows: the model without lm_head, which returns
+    hidden states, and lm_head, with which scores are computed from them; a collective. Give ``ds_config`` if the model
+    was built with it, sharded (stage 3). Raises RankError if there is no lm_head, or the model changes its output by
+    more than a factor and a soft cap."""
     text = model.config.get_text_config()
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     context = next((int(length) for length in lengths if length is not None), None)

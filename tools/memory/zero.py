@@ -203,7 +203,8 @@ class Inventory:
         return [parameter for group in self.groups.values() for parameter in group]
 
     def gathered(self, zero: DeepSpeedZeroConfig) -> list[ShardedParameter]:
-        """Return the parameters that stage 3 gathers in every step, if there are several ranks."""
+        """Return the parameters that stage 3, on several ranks, gathers for each use: all but those that always are
+        whole on every rank, as they are small (``stage3_param_persistence_threshold``) or not partitioned."""
         return [one for one in self.parameters if not one.whole and not one.persists(zero)]
 
     def flat(self, ranks: int) -> list[int]:

@@ -215,7 +215,7 @@ def test_a_server_that_comes_later_is_waited_for(tmp_path, capsys):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(VllmServer, "serving", restarted)
             assert len(place.loader().step(3)) == ROWS
-    assert re.search(r"^step 3 waits for samples, 60 s at most .* it is paused: start it", capsys.readouterr().out)
+    assert re.search(r"^step 3 waits for samples, 60 s at most .* it is paused: restart", capsys.readouterr().out)
     with pytest.raises(NoSamplesError, match=r"Connection refused; not waited for, as the run was asked to stop$"):
         place.loader(asked_to_stop=True).step(4)
 

@@ -180,7 +180,7 @@ ORDER = torch.arange(128).flip(0) // 32
 WAYS: dict[str, tuple] = {
     # Other numbers of bits, formats and groupings.
     "scales of 4 bits for 2": (INT4, (), SCHEME, "w2a16_g32"),
-    "the same, no config": (INT4, NO_CONFIG, "but codes of 2 bits of int are torch.int32", "w2a16_g32"),
+    "the same, no config": (INT4, NO_CONFIG, "as its scales are those of int codes with 2 bits", "w2a16_g32"),
     "symmetric for asymmetric": (INT4, (), SCHEME, ASYM),
     "group size in the config": (INT4, set_group("weights", group_size=64), SCHEME),
     "int8 inputs for fp8": ("fp8_static", set_group("input_activations", **INT8), "says int8 per tensor of inputs"),
