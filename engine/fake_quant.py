@@ -102,7 +102,8 @@ def calibrate_inputs(
 ) -> None:
     """Measure the input scales of the scale groups of ``owners`` on ``batches`` with the unquantized model, and write
     them; a collective. Every rank needs the same number of batches. ``forward`` is the engine (or the plain model).
-    Switches and observers are restored. Raises RankError on every rank if :func:`observed_input_scales` does."""
+    Switches and observers are restored. Raises RankError on every rank if a layer's inputs were never seen, were all
+    zero, or had NaN or Inf."""
     with _observing(forward, quantization):
         for batch in progress_bar(desc="calibration", unit="batch", over=list(batches)):
             watch_inputs(forward, quantization, batch, device)
@@ -125,7 +126,8 @@ def _observing(forward: nn.Module, quantization: Quantization, *, quantized: boo
 
 
 def watch_inputs(forward: nn.Module, quantization: Quantization, batch: MicroBatch, device: torch.device) -> None:
-    """Run the samples of a batch through the model without an attention mask; a collective. Observers must be on."""
+    """Run the samples of a batch through the model, one at a time, without padding and attention mask; a collective.
+    Switch the observers on before."""
     # One sample at a time, without its padding, which is never served.
     samples = list(sample_inputs(batch))
     # Packed or last rows hold unequal numbers of samples, and a forward is a collective under ZeRO-3: a rank with fewer
@@ -187,7 +189,7 @@ class FakeQuant:
 
     @property
     def any_stale(self) -> bool:
-        """True if any scale is outdated."""
+        """True if any scale is outdated, or any input scale was never calibrated."""
         return any(self.stale.values())
 
     def enable(self, *, weights: bool = True, activations: bool = True, layers: str | None = None) -> None:
@@ -204,7 +206,8 @@ class FakeQuant:
 
     def disable(self, *, layers: str | None = None, observe: bool = True) -> None:
         """Switch fake quant off in all layers, or in layers whose whole name matches the regex ``layers``. ``observe``:
-        observe unquantized inputs; False if fake quant stays off. Raises ValueError: the pattern matches no layer."""
+        True to observe unquantized inputs, for their scales; False if fake quant stays off. Raises ValueError: the
+        pattern matches no layer."""
         self._switch(False, False, layers, observe=observe)
 
     def _switch(self, weights: bool, activations: bool, layers: str | None, *, observe: bool) -> None:
@@ -230,19 +233,20 @@ class FakeQuant:
         self.observe(True)
 
     def freeze_scales(self, on: bool = True) -> None:
-        """Freeze learned scales, or train them again with fresh moments."""
+        """Freeze learned scales, or with ``on=False`` train them again with fresh moments."""
         self.overrides.frozen = set(THETA_GROUPS.values()) if on else set()
         for group in THETA_GROUPS.values():
             reset_optimizer_state(self.session.engine.optimizer, group)
 
     def learning(self, group: str) -> bool:
-        """Tell if the thetas of a parameter group train now: their fake quant is on, and they are not frozen."""
+        """Tell if the thetas of a parameter group (weight_scales, act_scales) train now: fake quant is on in one of
+        their layers, and they are not frozen."""
         kind = next(kind for kind, name in THETA_GROUPS.items() if name == group)
         return bool(self._active()[kind]) and group not in self.overrides.frozen
 
     def stepped(self) -> None:
-        """Count a training step for active scales, and mark inactive scales as outdated. A collective if scales follow
-        the weights."""
+        """Count a training step for active scales, and mark inactive scales as outdated. With
+        ``quant.scales_follow_weights`` also measure the weight scales again, which is a collective."""
         if self.session.recipe.quant.scales_follow_weights:
             follow_weights(self.quantization)
             weights_changed(self.session.model)
@@ -253,8 +257,8 @@ class FakeQuant:
                 self.stale[kind] |= set(self._groups(kind)) - active[kind]
 
     def calibrate(self, batches: Iterable[MicroBatch]) -> None:
-        """Measure the input scales that no checkpoint provides, on batches of every rank; a collective. Raises
-        RankError as :func:`calibrate_inputs` does."""
+        """Measure the input scales that no checkpoint provides, on batches of every rank; a collective. Does nothing if
+        no scale is missing. Raises RankError as :func:`calibrate_inputs` does."""
         if not self.stale["input"]:
             return
         say(f"calibrating activations on {self.session.recipe.quant.calibration_batches} micro-batches per rank")
@@ -262,15 +266,15 @@ class FakeQuant:
         self.stale["input"] = set()
 
     def measure(self, batches: Iterable[MicroBatch] = ()) -> None:
-        """Measure every outdated scale again, for an export; a collective. Outdated input scales are measured on
-        ``batches``, unless observers run. Raises RankError as :meth:`enable` does."""
+        """Measure every outdated scale again, for an export; a collective. Outdated input scales are measured from the
+        observers if these are on, else on ``batches``. Raises RankError as :meth:`enable` does."""
         self._begin({kind: set(owners) for kind, owners in self.stale.items()}, batches)
 
     @contextmanager
     def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
         """Context with serving numerics: all layers fake-quantized, no outdated scale, no observer; a collective.
-        Outdated scales are measured and written at its start: those of inputs on ``batches``, unless observers run.
-        Switches and observers are restored at its end. Raises RankError as :meth:`enable` does."""
+        Outdated scales are measured and written at its start: those of inputs from the observers if these are on, else
+        on ``batches``. Switches and observers are restored at its end. Raises RankError as :meth:`enable` does."""
         self._write(self.stale, batches)
         try:
             with self.quantization.paused():
@@ -395,9 +399,10 @@ def check_input_scales(
 ) -> None:
     """Run ``batches`` with quantized inputs and refuse scales that cannot belong to these inputs; a collective.
 
-    The model is left unchanged. Scales from other data and scales that clip pass within the limits
-    :data:`MOST_CLIPPED` and :data:`TOO_LARGE`. The global scale of dynamic scales (NVFP4) may also be too small, by a
-    factor up to :data:`TOO_LARGE`. ``source`` is the origin of the scales, for the error.
+    The scales of the input groups of ``owners`` are checked; ``source`` is their origin, for the error. The model is
+    left unchanged. A scale passes if it clips at most a share :data:`MOST_CLIPPED` of the elements, and is at most
+    :data:`TOO_LARGE` times the absmax scale of these inputs. The global scale of dynamic scales (NVFP4) passes if it is
+    within a factor :data:`TOO_LARGE` of the absmax scale, on both sides.
 
     Raises RankError on every rank; the message has the inputs, their scales in files and batches, and the remedy.
     """
@@ -457,7 +462,8 @@ def measure(quantization: Quantization) -> QuantStats:
 
 @contextmanager
 def observed(quant: FakeQuant) -> Iterator[None]:
-    """Context in which inputs are observed. Observers that were on before keep their statistics."""
+    """Context in which inputs are observed. Observers that were on before keep their statistics and stay on; otherwise
+    they are switched off at the end."""
     own = not quant.quantization.observing
     if own:
         quant.observe(True)

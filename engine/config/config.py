@@ -108,7 +108,7 @@ class Recipe:
         self.validate()
 
     def export_dir(self) -> Path:
-        """Return the directory of the compressed checkpoint."""
+        """Return the directory that the export is written to: ``export.dir``, by default ``export`` in output_dir."""
         return Path(self.export.dir) if self.export.dir else Path(self.output_dir) / "export"
 
     def check_ranks(self, ranks: int) -> None:
@@ -131,14 +131,16 @@ class Recipe:
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
 
     def invalidates(self) -> bool:
-        """Tell if training invalidates inactive scales (of layers whose fake quant is off). With unmerged adapters it
-        does not: the base model and the inputs of its layers stay unchanged."""
+        """Tell if training makes inactive scales (of layers whose fake quant is off) outdated: if weights, norms,
+        routers or merged adapters train. Scales alone leave the unquantized model unchanged, and unmerged adapters the
+        base model, to which the scales belong."""
         learn = self.learnable
         return not self.adapter.beside and any((learn.weight, learn.norm, learn.router, self.adapter.on))
 
     def validate(self) -> None:
-        """Set derived defaults, check every value, and check values against each other; no file is read. Call it again
-        after an assignment to a field. Raises RecipeError."""
+        """Set derived defaults, check every value, and check values against each other; no file is read. The
+        constructor calls it; call it again after an assignment to a field. Raises RecipeError with one line per
+        problem."""
         derive(self, self._derived)
         problems = list(_field_problems(self, ""))
         problems += self.quant.problems()
@@ -148,8 +150,8 @@ class Recipe:
         _refuse(_also(problems, contradictions(self)))
 
     def fetch(self, sections: Collection[str] = FETCHED) -> None:
-        """Replace names on the Hugging Face Hub by local paths (:mod:`engine.config.hub`) in these sections, weights
-        included. Raises RecipeError."""
+        """Download all that the options of these sections name on the Hugging Face Hub, weights included, and replace
+        the names by local paths (:mod:`engine.config.hub`). Raises RecipeError if something cannot be fetched."""
         _refuse(self._fetched(sections, weights=True))
 
     def _fetched(self, sections: Collection[str], *, weights: bool) -> list[str]:
@@ -182,20 +184,21 @@ class Recipe:
         return local_paths(path, self.data.kind if kind == "data" else kind, weights=weights, code=code)
 
     def validate_models(self) -> None:
-        """Check that the recipe's models have a config.json, fetched if on the Hub; weights are not read. Raises
-        RecipeError."""
+        """Check that model.path and a teacher model are directories with config.json. Names on the Hub are fetched
+        without weights, and replaced by local paths. Raises RecipeError if a check or a download fails."""
         problems = self._fetched([section for section in FETCHED if section != "data"], weights=False)
         _refuse(_also(problems, self._model_problems(weights=False)))
 
     def validate_data(self) -> None:
-        """Check that the files of the data and the student's configuration exist, for uses that read nothing else.
-        Raises RecipeError."""
+        """Check that the data files and the student's config.json exist, for a script that reads no weights. Names on
+        the Hub are fetched without weights, and replaced by local paths. Raises RecipeError if a check or a download
+        fails."""
         problems = self._fetched(("model", "data"), weights=False)
         _refuse(_also(problems, (*checkpoint_problems("model.path", self.model.path), *self._data_problems())))
 
     def validate_files(self) -> None:
         """Check that the recipe's input files and directories exist, relative to the current directory, and fetch those
-        that are names on the Hugging Face Hub. Raises RecipeError."""
+        that are names on the Hugging Face Hub. Raises RecipeError with one line per problem."""
         fetched = self._fetched(FETCHED, weights=True)
         problems = list(self._model_problems(weights=True))
         if self.teacher_kind() == "cache":
@@ -273,7 +276,7 @@ def _file_identity(path: str) -> Hashable:
 
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
-    """Yield one line per option without effect, and per broken rule."""
+    """Yield an error text for each option that is set but has no effect, and for each broken rule of ``RULES``."""
     for key, _, words in idle(recipe):
         yield f"{key}: {attrgetter(key)(recipe)!r} has no effect unless {words}; remove it or change that"
     for rule in RULES:
@@ -282,7 +285,7 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
 
 
 def recipe_options(recipe: Recipe) -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Yield key, section and field of every option."""
+    """Yield every option: its key (``optim.lr``), the object that has its value, and its dataclass field."""
     for section in fields(recipe):
         if is_dataclass(value := getattr(recipe, section.name)):
             yield from ((f"{section.name}.{item.name}", value, item) for item in fields(value))
@@ -291,8 +294,8 @@ def recipe_options(recipe: Recipe) -> Iterator[tuple[str, Any, Field[Any]]]:
 
 
 def derive(recipe: Recipe, before: dict[str, Any]) -> None:
-    """Set the default of each unset option whose default follows from other options. ``before`` holds the defaults of
-    the last call: an option that still has that value is set again."""
+    """Set the default of each unset option whose default follows from other options. ``before`` maps keys to the
+    defaults that earlier calls set, and is updated: an option that still has such a default counts as unset."""
     for key, section, item in recipe_options(recipe):
         if DERIVED in item.metadata and getattr(section, item.name) in (None, before.get(key)):
             before[key] = item.metadata[DERIVED](recipe)
@@ -300,7 +303,8 @@ def derive(recipe: Recipe, before: dict[str, Any]) -> None:
 
 
 def idle(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
-    """Yield options that differ from their default but have no effect: key, default, and the condition for one."""
+    """Yield options that differ from their default but have no effect: key, default, and the condition under which the
+    option would have one."""
     for key, section, item in recipe_options(recipe):
         default = item.metadata[DERIVED](recipe) if DERIVED in item.metadata else default_of(item)
         if ONLY_WITH in item.metadata and getattr(section, item.name) != default:

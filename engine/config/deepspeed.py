@@ -2,7 +2,7 @@
 
 The JSON files have DeepSpeed's own keys, so that its documentation applies and published files work. A key with the
 same meaning as a recipe option is "auto" (or missing) in the file and gets the recipe's value; another value is an
-error, as one of the two would be ignored. An "auto" in a section means DeepSpeed's own default.
+error, as one of the two would be ignored. For all other keys of sections "auto" means DeepSpeed's own default.
 
 The recipe owns the optimizer and its schedule. Keys that break a run (``BROKEN``) are refused, and all others are
 passed on. DeepSpeed silently accepts a misspelt top-level key (``zero_optimizaton`` trains at stage 0), and clips
@@ -159,7 +159,8 @@ class _Checkpoint(_Strict):
 
 
 class Checked(BaseModel, validate_assignment=True):
-    """Keys of a file whose values are checked: sections (by DeepSpeed's own models where it has some), then values."""
+    """Top-level keys of a file whose values are checked: first sections, by DeepSpeed's own models where it has some,
+    then single values."""
 
     zero_optimization: DeepSpeedZeroConfig
     bf16: DeepSpeedBF16Config
@@ -206,8 +207,9 @@ class DsConfigError(RecipeError):
 
 
 def config_path(name_or_path: str) -> Path:
-    """Find the file of ``zero3`` (a name in ds_configs/) or ``my/config.json`` (relative to the current directory).
-    Raises DsConfigError: the file does not exist; the message lists the names in ds_configs/."""
+    """Find the file that a recipe's ``deepspeed`` names: ``zero3`` is a file of ds_configs/, and a text with a slash or
+    the ending .json is a path, relative to the current directory. Raises DsConfigError if the file does not exist; the
+    message lists the names in ds_configs/."""
     is_path = name_or_path.endswith(".json") or os.path.sep in name_or_path
     path = Path(name_or_path) if is_path else SHIPPED / f"{name_or_path}.json"
     if not path.is_file():
@@ -293,10 +295,12 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
     Args:
         recipe: the run; it names the file, and provides the values that the file leaves to the recipe.
         world_size: number of ranks of the job.
-        local_size: number of ranks of a node; from the launcher by default, required if hpZ is "auto".
+        local_size: number of ranks of a node, used only if ``zero_hpz_partition_size`` is "auto"; None: the number in
+            the launcher's environment.
 
     Raises:
-        DsConfigError: the file is missing or wrong, or contradicts the recipe; one line per problem.
+        DsConfigError: the file is missing or wrong, or contradicts the recipe, or the number of ranks of a node is
+            needed but unknown; one line per problem.
     """
     path = config_path(recipe.deepspeed)
     config = read_ds_config(path)
@@ -320,7 +324,8 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
 
 
 def remarks(name_or_path: str) -> list[str]:
-    """List keys of a valid file that have no effect, or that DeepQAT passes on untested; one line each."""
+    """Describe each key of a valid file (named as for :func:`config_path`) that has no effect, or that DeepQAT passes
+    on untested; one line each."""
     path = config_path(name_or_path)
     config = read_ds_config(path)
     lines = []
@@ -382,7 +387,7 @@ def _gather_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
 
 
 def offloads_to_nvme(config: dict[str, Any]) -> bool:
-    """Return True if the optimizer's states are kept in files."""
+    """Tell if a DeepSpeed configuration keeps the optimizer's states in files on NVMe."""
     offload = config.get("zero_optimization", {}).get("offload_optimizer")
     return isinstance(offload, dict) and offload.get("device") == "nvme"
 

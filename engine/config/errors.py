@@ -60,7 +60,7 @@ class Condition(NamedTuple):
 
     Attributes:
         words: the condition as a clause; ``{optim.schedule}`` is replaced by the recipe's value of that key.
-        holds: checks the condition on a :class:`engine.config.config.Recipe`.
+        holds: takes a :class:`engine.config.config.Recipe`, and returns a true value if the condition holds.
     """
 
     words: str
@@ -73,13 +73,14 @@ def only_with(*conditions: Condition) -> dict[str, Any]:
 
 
 def derived(default: Callable[[Any], Any], metadata: Mapping[str, Any] | None = None) -> Any:
-    """Declare a field whose default follows from the rest of the recipe, so that it contradicts no other value. The
-    field is None (null) until :meth:`engine.config.config.Recipe.validate` sets it."""
+    """Declare a field whose default follows from the rest of the recipe, so that it contradicts no other value:
+    ``default`` computes it from the recipe. The field is None (null) until :meth:`engine.config.config.Recipe.validate`
+    sets it. ``metadata``: other metadata of the field."""
     return field(default=None, metadata={DERIVED: default, **(metadata or {})})
 
 
 def default_of(item: Field[Any]) -> Any:
-    """Return a field's own default; MISSING for a required option."""
+    """Return the default that a field declares: None if it is :func:`derived`, MISSING for a required option."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
@@ -90,12 +91,14 @@ def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
 
 
 def values(expected: str, good: Callable[[Any], object]) -> dict[str, Any]:
-    """Return metadata of a field whose values must satisfy ``good``; ``expected`` describes them."""
+    """Return metadata of a field whose values must satisfy ``good``; ``expected`` describes good values in the
+    error."""
     return {CHECK: lambda value: None if good(value) else expected}
 
 
 def at_least(lowest: float, most: float = FP32_MAX) -> dict[str, Any]:
-    """Return metadata of a finite number from ``lowest`` to ``most``; without ``most`` integers must fit 64 bits."""
+    """Return metadata of a finite number from ``lowest`` to ``most``. By default ``most`` is fp32's largest number;
+    integers then must be below 2^63."""
 
     def check(value: float) -> str | None:
         if not value >= lowest:
@@ -118,13 +121,14 @@ FACTOR = at_least(1e-15, 1e15)
 
 def path_or_name(expected: str) -> dict[str, Any]:
     """Return metadata of a text that may be a path: not empty, no boolean or null of YAML, without NUL, with names that
-    fit in a file system."""
+    fit in a file system. ``expected`` describes the option's values in the error."""
 
     return {CHECK: partial(expected_path, expected)}
 
 
 def expected_path(expected: str, value: str) -> str | None:
-    """Return an error text that begins with ``expected`` for a text that is no path; None if it may be one."""
+    """Check that a text may be a path. Return None if so, else the description of the expected values, which begins
+    with ``expected``."""
     if value.casefold() in _NOT_TEXT:
         return f"{expected} (./{value} for one of that name)"
     names = [len(os.fsencode(name)) for name in value.split("/")] if "\0" not in value else [0]
@@ -144,8 +148,8 @@ def regex() -> dict[str, Any]:
 
 
 def parse_size(text: str) -> int | None:
-    """Parse a size like ``5GB`` (10^9), ``500MB`` or ``2GiB`` (2^30) to bytes; None unless it is one byte or more.
-    Without a unit the number is bytes."""
+    """Parse a size like ``5GB`` (10^9), ``500MB`` or ``2GiB`` (2^30) to bytes. Without a unit the number is bytes.
+    Return None for a text that is no size, and for a size below 1 byte or of 2^63 bytes or more."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     size = float(match[1]) * SIZE_UNITS.get(match[2].upper(), 0) if match else 0
     return int(size) if 1 <= size < 2**63 else None
@@ -203,7 +207,8 @@ def checkpoint_problems(key: str, path: str, *, weights: bool = False) -> Iterat
 
 
 def without_weights(files: list[str]) -> str:
-    """Return a clause about files with weights in an unsupported format (``*.bin``, ...); empty if there are none."""
+    """Return a clause that names files with weights in an unsupported format (``*.bin``, ...) and says what to do
+    instead; empty if ``files`` (names or paths) has none."""
     for ending, why in NOT_READ.items():
         if found := sorted(os.path.basename(file) for file in files if file.lower().endswith(ending)):
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""

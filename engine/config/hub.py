@@ -49,7 +49,7 @@ APART_SECONDS = 0.2  # between the first process of a job that is started and th
 
 
 class HubError(ValueError):
-    """Error of a name: a clause with the reason and the remedy."""
+    """Error of a name on the Hub that cannot be fetched; its text is a clause with the reason and the remedy."""
 
 
 class HubName(NamedTuple):
@@ -57,6 +57,8 @@ class HubName(NamedTuple):
 
     Attributes:
         prefix: ``hf://``, ``hf://datasets/`` or nothing.
+        repo: ``owner/name``.
+        revision: branch, tag or commit; ``main`` by default.
         file: file or pattern in a data set, or nothing.
     """
 
@@ -67,8 +69,9 @@ class HubName(NamedTuple):
 
 
 def parse_name(path: str) -> HubName | None:
-    """Parse a name; None for a local path: one that exists, whose folder exists, that has more than one slash, or that
-    ends like a file."""
+    """Parse a name; None for a local path, which is every text that exists as a file or folder, or is not like
+    ``owner/name``. Without ``hf://`` a text is also a local path if its first folder exists or is a page of the Hub
+    (``datasets``), if it has more than one slash, or if it ends like a file (``.jsonl``)."""
     match = _NAME.fullmatch(path)
     if match is None or os.path.lexists(path):
         return None
@@ -94,8 +97,8 @@ def named(value: Any) -> Any:
 
 
 def local_paths(path: str, kind: Kind = "model", *, weights: bool = True, code: bool = False) -> list[str]:
-    """Download what the cache lacks; return the local directory of a checkpoint, or the local files of a data set.
-    Return ``[path]`` if it is no name.
+    """Download what the Hub's cache lacks; return the local directory of a checkpoint, or the local files of a data
+    set. Return ``[path]`` if ``path`` is no name on the Hub.
 
     Args:
         path: a name, or a local path.

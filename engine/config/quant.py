@@ -29,8 +29,8 @@ QUANTIZES = Condition(
 
 
 def some_scheme(words: str, has: "Callable[[QuantRecipe], object]") -> Condition:
-    """Create the condition that the recipe's schemes satisfy ``has``; ``words`` describe it. It also holds if a scheme
-    is unknown, as that is another problem."""
+    """Create the condition that ``has`` is true for the recipe's quant section. ``words``, for the error, say what a
+    scheme must have. The condition also holds if a scheme is invalid or unknown, as other checks report that."""
     return Condition(
         f"a scheme here has {words} (quant.scheme is {{quant.scheme}})",
         lambda r: not r.quant.known() or has(r.quant),
@@ -105,7 +105,7 @@ class RuleRecipe:
 
 @dataclass
 class QuantRecipe:
-    """Schemes of the layers, sources of the first scales, and start of fake quant."""
+    """Schemes of the layers, sources of the initial scales, and start of fake quant."""
 
     scheme: str = "fp8_static"
     """Number format and granularity of weights, inputs and KV cache: a name of quant.spec.PRESETS or quant.schemes.
@@ -207,7 +207,8 @@ class QuantRecipe:
     or when an event under schedule says so."""
 
     def default_calibration(self) -> int:
-        """Return the default number of micro-batches for calibration."""
+        """Return the default number of micro-batches per rank for calibration: 16, or 0 if the recipe gives the initial
+        scale of inputs and quant.init needs no samples."""
         return 0 if self.initial_input_scale is not None and self.init == "rtn" else 16
 
     def problems(self) -> Iterator[str]:
@@ -265,11 +266,13 @@ class QuantRecipe:
         return [own.weights for own in self.schemes.values()]
 
     def preset(self) -> Preset:
-        """Return the preset of quant.scheme; a scheme of the recipe's own becomes a preset without KV cache."""
+        """Return the preset of quant.scheme; a scheme of the recipe's own becomes a preset that does not quantize the
+        KV cache."""
         return PRESETS[self.scheme] if self.scheme in PRESETS else Preset(self._scheme(self.scheme))
 
     def default_scheme(self) -> Scheme | None:
-        """Return the scheme of Linears without a rule; None: not quantized (quant.scheme source)."""
+        """Return the scheme of Linears that no rule matches; None if the preset quantizes the KV cache alone, or with
+        quant.scheme source, where each Linear has its scheme in the checkpoint."""
         return None if self.scheme == SOURCE else self.preset().linear
 
     def chosen_rules(self) -> list[Rule]:
@@ -280,12 +283,13 @@ class QuantRecipe:
         ]
 
     def ranges(self) -> Ranges:
-        """Return the methods to measure scales: largest magnitude, percentile or squared error."""
+        """Return the criteria by which scales are chosen: largest magnitude, percentile or squared error."""
         weights = "absmax" if self.scales_follow_weights else self.weight_range
         return Ranges(weights, self.signed_scales, self.input_range, self.percentile, self.input_headroom)
 
     def scales_brought_by(self) -> str | None:
-        """Return the option that names the source of the first weight scales; None if these are measured."""
+        """Return the key of the option that provides the initial weight scales, like ``quant.start``; None if they are
+        measured from the weights."""
         brought = {
             "quant.init": self.init != "rtn",
             "quant.start": bool(self.start),
@@ -301,7 +305,7 @@ class QuantRecipe:
         return None if self.lm_head is None else self._scheme(self.lm_head)
 
     def unties(self) -> bool:
-        """Return True if tied lm_head and embeddings must become two weights: one of them is quantized, and
+        """Tell if tied lm_head and embeddings must become two weights: at least one of them is quantized, and
         quant.lm_head does not say that they stay tied."""
         return self.lm_head != TIED and (self.lm_head is not None or self.embedding is not None)
 
@@ -310,7 +314,8 @@ class QuantRecipe:
         return None if self.embedding is None else self._scheme(self.embedding)
 
     def linear_schemes(self) -> list[Scheme]:
-        """List all schemes that layers may get; empty if the section has :meth:`problems`."""
+        """List all schemes that layers, lm_head and embeddings may get, each once; empty if the section has
+        :meth:`problems`."""
         if any(True for _ in self.problems()):
             return []
         rules = [rule.scheme for rule in self.chosen_rules()]
@@ -328,13 +333,13 @@ class QuantRecipe:
         return any(scheme.activations for scheme in self.linear_schemes()) or self.stores_input_scales()
 
     def stores_input_scales(self) -> bool:
-        """Tell if there are scales of inputs or of the KV cache to calibrate."""
+        """Tell if scales of inputs or of the KV cache are stored: static scales, or the global scale of dynamic scales
+        (NVFP4). They are calibrated or read from files."""
         stored = any(scheme.stored_input for scheme in self.linear_schemes())
         return stored or self.quantizes_cache()
 
     def decouples(self) -> bool:
-        """Tell if codes of weights are chosen with other scales than those that the codes are multiplied by
-        (``decoupled_scales``)."""
+        """Tell if weights are rounded to codes by one scale and decoded by another (``quant.decoupled_scales``)."""
         return self.decoupled_scales and bool(self.linear_schemes())
 
     def quantizes_cache(self) -> bool:
@@ -342,7 +347,8 @@ class QuantRecipe:
         return self.known() and self.preset().kv_cache is not None
 
     def learns_input_scales(self) -> bool:
-        """Tell if scales of layers' inputs can be learned; global scales of dynamic scales (NVFP4) cannot."""
+        """Tell if the input scales of some layer can be learned: static scales can, the global scale of dynamic scales
+        (NVFP4) cannot."""
         return any(scheme.learns_input for scheme in self.linear_schemes())
 
     def has_global_input_scales(self) -> bool:
@@ -354,7 +360,8 @@ class QuantRecipe:
         return any(scheme.has_fp8_gemm for scheme in self.linear_schemes())
 
     def has_weights_to_gather_as_codes(self) -> bool:
-        """Tell if some layer has few enough weight scales for quant.quantized_all_gather."""
+        """Tell if quant.quantized_all_gather can gather the weight of some layer as codes: with one scale per tensor or
+        row, and no zero points."""
         chosen = [self.preset().linear, *(rule.scheme for rule in self.chosen_rules())] if self.known() else []
         chosen += [self._scheme(name) for name in self.schemes] if self.scheme == SOURCE else []
         weights = [scheme.weights for scheme in chosen if scheme is not None]

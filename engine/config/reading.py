@@ -261,7 +261,7 @@ def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True)
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Read the recipe from a YAML file, without checking its files: call :meth:`Recipe.validate_files` for that. Raises
-    RecipeError."""
+    RecipeError with one line per problem."""
     name = os.fspath(path)
     try:
         return _parse(["--config", name])
@@ -272,8 +272,8 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
-    """Write a recipe with all fields as YAML that :func:`load_recipe` reads back equal, but for names on the Hugging
-    Face Hub, which take the place of the directories that they were fetched to."""
+    """Write a recipe with all fields as YAML, which :func:`load_recipe` reads back equal, except for paths that were
+    fetched from the Hugging Face Hub: their names there, with the commit, are written instead."""
     values = named(asdict(recipe))
     values["optim"]["betas"] = list(recipe.optim.betas)
     aside = Path(f"{os.fspath(path)}.partial")
@@ -284,12 +284,13 @@ def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
 
 
 def resolve_source(quant: QuantRecipe, path: str) -> None:
-    """Write the schemes of the checkpoint in ``path`` into ``quant.schemes``, the first under the name ``source``.
+    """Write the schemes of the checkpoint in ``path`` into ``quant.schemes``, as ``source``, ``source_2`` and so on.
 
-    The schemes include the range of the codes, narrow or full. They are assigned to layers when the model is built. A
-    saved recipe contains them already.
+    The schemes include the range of the codes, narrow or full. They are assigned to layers when the model is built. If
+    ``quant.schemes`` has ``source`` already, as in a saved recipe, nothing is done.
 
-    Raises RecipeError: the checkpoint is not quantized, or its quantization is not supported."""
+    Raises RecipeError: the checkpoint is not quantized, or its quantization is not supported.
+    """
     if SOURCE in quant.schemes:
         return
     try:

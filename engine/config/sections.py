@@ -1,7 +1,8 @@
-"""The recipe's sections except ``quant``: model, data, learnable, adapter, loss, optim, train, schedule, eval, export.
+"""The recipe's sections except ``quant``: model, parallel, learnable, adapter, data, loss, optim, train, schedule, eval
+and export.
 
-One field is one option: ``--help`` shows the text below it, and its metadata declares allowed values and conditions of
-an effect. Checks of several options together are in engine/config/config.py.
+One field is one option: ``--help`` shows the text below it, and its metadata declares allowed values, and conditions
+under which the option has an effect. Checks of several options together are in engine/config/config.py.
 """
 
 import math
@@ -160,7 +161,8 @@ class LearnableRecipe:
     """Regexes; a Parameter whose whole name matches one is frozen, whatever the other options are."""
 
     def scales_alone(self) -> bool:
-        """Tell if only scales train."""
+        """Tell if scales train, and no weights, norms or routers. Adapters, which another section sets, are not
+        considered."""
         return (self.weight_scale or self.act_scale or self.kv_scale) and not (self.weight or self.norm or self.router)
 
 
@@ -212,7 +214,8 @@ class AdapterRecipe:
         return self.on and not self.merge
 
     def scaling(self, rank: int) -> float:
-        """Compute the factor of B A: alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (Kalajdzievski 2023)."""
+        """Compute the factor of B A for an adapter of this rank: alpha / rank (Hu et al. 2021), or with ``rslora``
+        alpha / sqrt(rank) (Kalajdzievski 2023)."""
         return self.alpha / (rank**0.5 if self.rslora else rank)
 
 
@@ -285,7 +288,7 @@ class DataRecipe:
         return self.kind == "text" or (self.kind == "mixed" and file.endswith((".txt", ".txt.gz", ".txt.zst")))
 
     def weights_by_file(self) -> dict[str, float] | None:
-        """Map each file's path to its weight; None: every sample once."""
+        """Map the path of each file of data.train to its weight; None without data.weights."""
         if self.weights is None:
             return None
         return {str(Path(file)): weight for file, weight in zip(self.train, self.weights, strict=True)}
@@ -332,7 +335,8 @@ class LossRecipe:
     null: 4096 on a GPU, where few large GEMMs are faster, and 512 on a CPU."""
 
     def named_teacher(self) -> TeacherKind:
-        """Return the teacher's kind in this section, even if the run does not distill (:meth:`Recipe.teacher_kind`)."""
+        """Return the kind of teacher that this section names, used or not; :meth:`Recipe.teacher_kind` is "none" if the
+        run does not distill."""
         if self.teacher_cache is not None:
             return "cache"  # the teacher that wrote it may be named too
         if self.teacher == "self":
@@ -340,7 +344,8 @@ class LossRecipe:
         return "model" if self.teacher else "none"
 
     def objective(self, *, lm: float, kd: float, token_losses: tuple[NamedTokenLoss, ...] = ()) -> Objective:
-        """Build the objective from the weights ``lm`` and ``kd`` (events may change them) and a user's own losses."""
+        """Build the objective with this section's distillation loss and chunks, the weights ``lm`` and ``kd`` (events
+        may change them), and a user's own losses."""
         distillation = Distillation(self.kd, self.temperature, self.top_k or 1, self.tail)
         return Objective(lm, kd, distillation, token_losses, self.chunk_tokens)
 
@@ -396,7 +401,8 @@ class OptimRecipe:
         return self.warmup_steps or math.ceil(share * min(steps, 2**62) - 1e-9)
 
     def default_decay(self, steps: int) -> int:
-        """Compute the default decay steps of schedule wsd: a tenth of ``steps``, but only steps after the warm-up."""
+        """Compute the default of decay_steps: a tenth of ``steps``, but only steps after the warm-up; 0 if the schedule
+        is not wsd."""
         return max(0, min(max(1, steps // 10), steps - self.warmup(steps))) if self.schedule == "wsd" else 0
 
 
@@ -465,7 +471,7 @@ class EventRecipe:
     """Weights of the losses from now on: lm, kd."""
 
     def problems(self, key: str) -> Iterator[str]:
-        """Yield one line per contradiction in this event with path ``key``."""
+        """Yield one line per contradiction in this event; ``key`` is its path in the recipe, like ``schedule[0]``."""
         times = {name: getattr(self, name) for name in ("at", "every", "when") if getattr(self, name) is not None}
         if len(times) != 1:
             yield f"{key}: {times or 'no time'}, expected exactly one of at, every, when"

@@ -53,7 +53,8 @@ class TeacherHidden:
     """Output of a teacher in memory: hidden states before lm_head [..., H'], lm_head's weight [V', H'] and bias [V'].
 
     ``vocabulary``: teacher and student are compared on token ids below this number, renormalized; None: on all ids,
-    which requires vocabularies of equal size. ``function``: the teacher's function of its lm_head's output.
+    which requires vocabularies of equal size. ``function``: the factor and softcap by which the teacher computes its
+    logits from lm_head's output.
     """
 
     hidden: Tensor
@@ -109,7 +110,7 @@ def chunked_losses(
             before they are rounded to the model's dtype, and divided by it in backward. Use a power of two, which
             changes no other rounding.
         diagnostics: also sum KL(p || q), KL(q || p) and top-1 agreement; they need a teacher in memory.
-        function: the student's function of its lm_head's output.
+        function: the factor and softcap by which the student computes its logits from lm_head's output.
         positions: ``[N]`` flat indices of positions with a label; None: computed here, which makes the host wait for a
             GPU.
 
@@ -235,7 +236,8 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of logits [C, V], each of one row or of at most ``BLOCK_ELEMENTS`` elements."""
+    """Yield slices that split the rows of logits [C, V] into blocks of at most ``BLOCK_ELEMENTS`` elements; a longer
+    row is a block of its own."""
     limit = BLOCK_ELEMENTS.get(logits.device.type, BLOCK_ELEMENTS["cuda"])
     size = max(1, limit // logits.shape[1])
     return (slice(start, start + size) for start in range(0, logits.shape[0], size))
@@ -354,7 +356,8 @@ class _Gradients:
 
     @classmethod
     def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, positions: int, job: _Job) -> "_Gradients":
-        """Allocate gradients filled with 0."""
+        """Allocate the gradients that ``job`` wants, filled with 0; ``positions`` is the number of positions with a
+        label."""
         several = positions > tokens_at_a_time(job.objective.chunk_tokens, hidden.device)
         dtype = _work_dtype(weight.dtype) if several else weight.dtype
         flat = hidden.new_zeros(hidden.shape).view(-1, hidden.shape[-1]) if job.wanted[0] else None

@@ -87,11 +87,12 @@ class Distillation:
 
 
 class LossChunk(NamedTuple):
-    """Input of a user's loss: some valid tokens.
+    """Input of a user's loss: C valid tokens.
 
     Attributes:
         student: logits fp32 [C, V], a leaf that requires grad; do not change it in place.
-        teacher: logits fp32 [C, V'] of the tokens in both vocabularies; None without a teacher in memory.
+        teacher: logits fp32 [C, V'] of the first V' token ids, those in both vocabularies; None without a teacher in
+            memory.
         labels: int64 [C], the tokens to predict.
     """
 
@@ -147,18 +148,22 @@ class Objective:
         return {"lm": self.lm_weight, "kd": self.kd_weight, **{loss.name: loss.weight for loss in self.token_losses}}
 
     def parts(self, *, distils: bool, diagnostics: bool) -> list[str]:
-        """List the names of all losses and diagnostics that a step computes, in the order of their sums."""
+        """List the names of the losses and diagnostics that a step computes from logits, in the order in which
+        chunked_losses returns their sums. ``distils``: there is a teacher, so ``kd`` is one of them; ``diagnostics``:
+        the step also measures ``DIAGNOSTICS``."""
         own = [loss.name for loss in self.token_losses]
         return ["lm", *(["kd"] if distils else []), *own, *(DIAGNOSTICS if diagnostics else ())]
 
     def tag(self, part: str) -> str:
-        """Return the tag of a loss in the log, like ``loss/lm``, ``loss/kd/cakld`` or ``kd/forward_kl``."""
+        """Return the tag in the log of a loss or diagnostic named ``part``, like ``loss/kd/cakld`` or
+        ``kd/forward_kl``."""
         if part in DIAGNOSTICS:
             return f"kd/{part}"
         return f"loss/kd/{self.kd.kind}" if part == "kd" else f"loss/{part}"
 
     def report(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Convert means by name to logged values: the total first, then every loss under its tag."""
+        """Convert the means of losses and diagnostics, by name, to logged values: first the weighted total, then each
+        mean under its tag."""
         weights = {**self.weights(), ROUTER_AUX: 1.0}
         total = sum(weight * means[part] for part, weight in weights.items() if weight and part in means)
         return {"loss/total": total, **{self.tag(part): value for part, value in means.items()}}
@@ -167,7 +172,8 @@ class Objective:
 class TopK(NamedTuple):
     """K most likely tokens of R positions: ``log_probs`` [R, K], ``indices`` int64 [R, K], ``log_tail`` [R].
 
-    Log-probabilities are over the whole vocabulary, in descending order; ``log_tail`` is that of all other tokens.
+    Log-probabilities are over the whole vocabulary, in descending order; ``log_tail`` is the log-probability of all
+    other tokens together.
     """
 
     log_probs: Tensor
@@ -175,7 +181,8 @@ class TopK(NamedTuple):
     log_tail: Tensor
 
     def first(self, k: int) -> "TopK":
-        """Keep the first ``k`` tokens, and add the others to the tail."""
+        """Keep the first ``k`` tokens, and add the probability of the others to the tail; unchanged if there are no
+        others."""
         if k >= self.log_probs.shape[-1]:
             return self
         rest = torch.cat([self.log_probs[:, k:], self.log_tail.unsqueeze(-1)], -1).logsumexp(-1)
@@ -194,7 +201,7 @@ def top_indices(logits: Tensor, k: int) -> Tensor:
 
 
 def take_top_k(logits: Tensor, log_probs: Tensor, k: int) -> TopK:
-    """Select the ``k`` largest ``logits`` [R, V], whose log-softmax is ``log_probs``."""
+    """Select the ``k`` largest ``logits`` [R, V], whose log-softmax is ``log_probs`` [R, V]."""
     indices = top_indices(logits, k)
     return TopK(log_probs.gather(-1, indices), indices, _log_tail(log_probs, indices))
 
@@ -242,8 +249,8 @@ def distil(
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
-    """Return KL(p || q) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``. Gradients are
-    with respect to the logits of q."""
+    """Return KL(p || q) per row, from log-probabilities [R, V]. ``weight`` (a number, or [R, 1]) times its gradient
+    with respect to the logits of q is added to ``gradient`` [R, V], if given."""
     p = log_p.exp()
     value = _log_ratio(p, log_p, log_q).mul_(p).sum(-1)
     if gradient is not None:
@@ -252,8 +259,8 @@ def forward_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, wei
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
-    """Return KL(q || p) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``. Gradients are
-    with respect to the logits of q."""
+    """Return KL(q || p) per row, from log-probabilities [R, V]. ``weight`` (a number, or [R, 1]) times its gradient
+    with respect to the logits of q is added to ``gradient`` [R, V], if given."""
     q = log_q.exp()
     ratio = _log_ratio(q, log_q, log_p)
     value = (ratio * q).sum(-1)

@@ -2,8 +2,8 @@
 
 ``forward(inputs, batch)`` of a teacher runs it on a micro-batch before the student, with the arguments ``inputs`` of
 the student's forward; a collective. It returns hidden states, not logits; the losses are computed from them inside the
-student's lm_head. Under ZeRO stage 3 the lm_head of a teacher model is gathered meanwhile, once per micro-batch, by all
-ranks, including ranks without a valid token.
+student's lm_head. Under ZeRO stage 3 the lm_head of a teacher model is gathered while the losses are computed, once per
+micro-batch, by all ranks, including ranks without a valid token.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class TeacherOutput(NamedTuple):
     """Teacher's output for a micro-batch.
 
     Attributes:
-        teacher: argument of :func:`engine.losses.chunked.chunked_losses`.
+        teacher: the argument ``teacher`` of :func:`engine.losses.chunked.chunked_losses`.
         parameters: parameters to gather around the call of chunked_losses, besides the student's lm_head.
     """
 
@@ -43,7 +43,7 @@ class ModelTeacher:
 
     Attributes:
         module: the model (an engine under stage 3), without its lm_head.
-        head_proxy: replacement of lm_head in the model.
+        head_proxy: module in lm_head's place, which makes the model return hidden states.
         head: the model's lm_head, gathered only while the losses are computed.
         vocabulary: losses compare token ids below this number; None: all.
     """
@@ -87,8 +87,8 @@ class SelfTeacher:
 def unquantized_forward(
     engine: nn.Module, head: LMHead, quantization: Quantization, inputs: dict[str, Any]
 ) -> torch.Tensor:
-    """Run the student without quantization; return its output, with hidden states in place of logits; a collective. It
-    runs in eval mode, with fake quant, adapters and observers off; all are restored afterwards."""
+    """Run the student without quantization, and return the ``logits`` of its output, which are hidden states here; a
+    collective. Runs in eval mode, with fake quant, adapters and observers off; all are restored afterwards."""
     was_training = engine.training
     engine.eval()
     try:
@@ -107,8 +107,9 @@ class CachedTeacher:
     cache: TeacherCache
 
     def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
-        """Read the rows of the batch's samples; valid positions have the same order in cache and batch. Raises
-        ValueError if the batch and the cache have different numbers of targets for these samples."""
+        """Read the cache's rows of the batch's samples, one per valid position, in the order of the batch; ``inputs``
+        are not used. Raises ValueError if the batch and the cache have different numbers of targets for these
+        samples."""
         rows = self.cache.rows(batch["sample_ids"].tolist())
         own = batch.get("own_targets")  # of rows that ranks share
         targets = len(batch["positions"]) if own is None else len(own)
@@ -141,8 +142,8 @@ def first_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerB
 
 
 def common_vocabulary(tokenizer: PreTrainedTokenizerBase, student: int, teacher: int) -> int | None:
-    """Return on how many token ids two models are compared: None (all) if both have equally many logits, else the
-    number of the tokenizer's tokens.
+    """Return the number of token ids, counted from 0, on which two models are compared: None (all) if both have equally
+    many logits, else the number of the tokenizer's tokens.
 
     Models pad their vocabularies beyond the tokenizer's, and logits of that padding are meaningless. At equal sizes the
     padding is compared too, so that losses compare whole distributions.

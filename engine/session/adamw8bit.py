@@ -5,7 +5,7 @@ is a float with 3 mantissa bits: the first moment m has a sign and 4 exponent bi
 Three properties prevent updates ``m / sqrt(v)`` that are much larger than Adam's:
 
 - Both codes have the same range: v is kept down to 2^-32 of the largest v in its block, so sqrt(v) down to 2^-16, and m
-  down to 2^-16 of the largest m. Below, the codes of m are evenly spaced, and v stays at 2^-32.
+  down to 2^-16 of the largest m. Below these limits the codes of m are evenly spaced, and v is kept at its limit.
 - v is 0 only if its whole block is 0. If v were rounded to 0, m would be divided by eps alone.
 - Rounding is stochastic, so moments are right on average. With beta2 = 0.95 a v without gradients shrinks by 5% in a
   step, which is less than half the distance between two codes: rounded to nearest, it would never shrink.
@@ -54,19 +54,21 @@ def _values(signed: bool, device: torch.device) -> Tensor:
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Return the fp32 values of codes [blocks, MOMENT_BLOCK] with scales [blocks, 1]."""
+    """Return the fp32 values of codes [blocks, MOMENT_BLOCK] with scales [blocks, 1]. ``signed``: True for the first
+    moment, whose codes have a sign, False for the second."""
     values = _values(signed, codes.device).index_select(0, codes.view(-1).int())
     return values.view(codes.shape).mul_(scales)
 
 
 def encode(moment: Tensor, random: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Round a moment [blocks, MOMENT_BLOCK], which is overwritten, to codes (uint8) and scales (fp32 [blocks, 1]).
+    """Round a moment [blocks, MOMENT_BLOCK], which is overwritten, to codes (uint8, same shape) and scales (fp32
+    [blocks, 1]).
 
     Args:
         moment: fp32, finite.
-        random: int32 of the same shape, evenly distributed in [0, 2^SHIFT): added below the mantissa's last bit, it
-            rounds up as often as the value is near to the upper of two neighbors.
-        signed: the moment has negative elements.
+        random: int32 of the same shape, evenly distributed in [0, 2^SHIFT): added to the float's bits that are then cut
+            off, so that a value rounds up the more often, the nearer it is to its upper neighbor.
+        signed: True for the first moment, whose codes have a sign, False for the second.
     """
     values, lowest = _values(signed, moment.device), _lowest(signed)
     largest = values[_levels(signed) - 1]
@@ -82,7 +84,8 @@ def encode(moment: Tensor, random: Tensor, signed: bool) -> tuple[Tensor, Tensor
 
 
 def empty_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """Allocate moments of 0, as codes and scales; the last block may have padding."""
+    """Allocate the moments of a parameter, filled with 0: ``exp_avg_codes``, ``exp_avg_scales``, and the same of
+    ``exp_avg_sq``. The last block may have padding."""
     blocks = -(-parameter.numel() // MOMENT_BLOCK)
     state: dict[str, Tensor] = {}
     for key in MOMENTS:
@@ -92,19 +95,21 @@ def empty_moments(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def moment_bytes(numel: int) -> int:
-    """Compute the bytes of both moments of a flat tensor."""
+    """Compute the bytes that both moments of a tensor with ``numel`` elements take."""
     return -(-numel // MOMENT_BLOCK) * len(MOMENTS) * (MOMENT_BLOCK + 4)
 
 
 def chunks(numel: int) -> Iterator[slice]:
-    """Yield the blocks of each chunk of a flat tensor."""
+    """Yield the blocks of each chunk of a tensor with ``numel`` elements, as a slice of block indices. A chunk has at
+    most ``CHUNK`` elements."""
     blocks = -(-numel // MOMENT_BLOCK)
     for first in range(0, blocks, CHUNK // MOMENT_BLOCK):
         yield slice(first, min(first + CHUNK // MOMENT_BLOCK, blocks))
 
 
 def decode_slice(state: dict[str, Tensor], key: str, start: int, stop: int) -> Tensor:
-    """Return elements of a moment in fp32, flat; ``stop`` may be in the padding of the last block."""
+    """Return the elements ``start`` to ``stop`` of a moment in fp32, flat. ``key``: ``exp_avg`` or ``exp_avg_sq``;
+    ``stop`` may be in the padding of the last block."""
     first, last = start // MOMENT_BLOCK, -(-stop // MOMENT_BLOCK)
     codes, scales = (state[f"{key}_{part}"][first:last] for part in ("codes", "scales"))
     return decode(codes, scales, key == "exp_avg").view(-1)[start - first * MOMENT_BLOCK : stop - first * MOMENT_BLOCK]
@@ -113,7 +118,8 @@ def decode_slice(state: dict[str, Tensor], key: str, start: int, stop: int) -> T
 def write_moments(
     state: dict[str, Tensor], moments: tuple[Tensor, Tensor], blocks: slice, rng: torch.Generator
 ) -> None:
-    """Round blocks of both moments, flat in fp32; the tensors are overwritten."""
+    """Round new values of both moments to codes and scales by random numbers of ``rng``, and write them to these
+    ``blocks`` of ``state``. ``moments``: the blocks' values, flat in fp32, padding included; they are overwritten."""
     random = torch.empty_like(moments[0], dtype=torch.int32).random_(generator=rng).view(-1, MOMENT_BLOCK)  # 31 bits
     second = random.bitwise_right_shift(15).bitwise_left_shift_(SHIFT - 16)
     _write(state, "exp_avg_sq", moments[1], second, blocks)
@@ -133,10 +139,11 @@ def rounding_at(step: Tensor, device: torch.device) -> torch.Generator:
 
 
 class AdamW8bit(torch.optim.AdamW):
-    """AdamW with 8-bit moments in the groups with ``moments: 8bit``; all other groups are torch's.
+    """AdamW with 8-bit moments in the parameter groups with ``moments: 8bit``; all other groups are updated by torch's
+    AdamW.
 
-    The state of a parameter in such a group has ``exp_avg_codes`` and ``exp_avg_sq_codes`` [blocks, MOMENT_BLOCK], and
-    ``..._scales`` [blocks, 1]: without ``exp_avg``, functions of DeepSpeed that read moments raise a KeyError.
+    The state of a parameter in an 8-bit group has ``exp_avg_codes`` and ``exp_avg_sq_codes`` [blocks, MOMENT_BLOCK],
+    and ``..._scales`` [blocks, 1]. As it has no ``exp_avg``, functions of DeepSpeed that read moments raise a KeyError.
     """
 
     @torch.no_grad()
@@ -186,7 +193,8 @@ class AdamW8bit(torch.optim.AdamW):
         state["step"] += 1
 
     def load_state_dict(self, state_dict):
-        """Restore the result of ``state_dict``. torch would convert codes to the dtype of the parameter."""
+        """Restore the result of ``state_dict``, codes apart from the rest: torch would convert them to the parameter's
+        dtype."""
         saved, codes = state_dict["state"], {f"{key}_codes" for key in MOMENTS}
         others = {index: {k: v for k, v in held.items() if k not in codes} for index, held in saved.items()}
         super().load_state_dict({**state_dict, "state": others})

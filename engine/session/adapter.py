@@ -32,7 +32,8 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
     Args:
         recipe: recipe of a run with adapters.
         model: the student, before it is quantized.
-        exempt, named: regexes on names of layers that stay unquantized, and schemes of layers by exact name.
+        exempt: regexes on names of layers that stay unquantized.
+        named: schemes of layers by exact name.
 
     Raises:
         ValueError: one line for each kind of problem, with the layers and the remedy.
@@ -63,6 +64,7 @@ def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
 
     Args:
         recipe, model: the run, and the student with parameters on the meta device.
+        exempt, named: as in :func:`check_adapters`.
 
     Raises:
         ValueError: a layer cannot be packed or quantized on load, or an option needs the unquantized weights.
@@ -75,13 +77,13 @@ def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
 
 
 def pack_layers(model: PreTrainedModel, chosen: Mapping[str, Scheme], option: str, ranges: Ranges | None) -> None:
-    """Replace the weights of layers, except lm_head, embeddings and shared weights, by packed weights.
+    """Replace the weights of chosen layers, except lm_head, embeddings and shared weights, by packed weights.
 
     Args:
         model: a model with parameters on the meta device.
-        chosen: schemes by the name of the Linear in a checkpoint.
+        chosen: schemes by the name that a Linear has in a checkpoint.
         option: option of the recipe that errors name.
-        ranges: method to choose scales if weights are quantized on load; None if codes are loaded.
+        ranges: criteria to choose scales if weights are quantized on load; None if codes are loaded.
 
     Raises:
         ValueError: a layer cannot be packed or quantized on load.
@@ -219,7 +221,8 @@ def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]
         names: layers to choose from.
 
     Raises:
-        ValueError: a pattern of ``targets`` matches no layer, or a pattern of ``ranks`` no layer with an adapter.
+        ValueError: a pattern of ``targets`` matches no layer, a pattern of ``ranks`` decides for no layer with an
+            adapter, or ``names`` is empty.
     """
     for pattern in adapter.targets:
         if not any(re.fullmatch(pattern, name) for name in names):
@@ -249,12 +252,12 @@ def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]
 
 
 def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
-    """Attach an adapter to every chosen layer, and to each expert of a chosen stack.
+    """Attach an adapter to every layer that :func:`chosen_ranks` chooses, and to each expert of a chosen stack.
 
     A is drawn uniformly within ``1 / sqrt(in)``, as torch draws a Linear's weight, and B is zeros; or both are read
     from ``adapter.start``. Random values depend on ``train.seed`` and the layer's name only: equal on every rank, at
     any number of ranks. With ``adapter.dropout`` torch's generator is seeded again, differently on each rank. Raises
-    ValueError as :func:`chosen_ranks` does.
+    ValueError as :func:`chosen_ranks` does, or if the adapter in ``adapter.start`` cannot be read.
     """
     head = model.get_output_embeddings()
     layers = {

@@ -40,11 +40,11 @@ def check_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: in
         logits: number of the student's logits per token.
 
     Returns:
-        Number of token ids of the teacher.
+        Number of token ids that the teacher can read and has logits for.
 
     Raises:
-        RankError: on every rank: the teacher has no tokenizer or not the student's, has no logit for a token, cannot be
-            filled from its files, or changes its lm_head's output in an unsupported way.
+        RankError: on every rank: the teacher is not supported, has no tokenizer or another one than the student, has no
+            logit for a token of the tokenizer, does not fit its files, or cannot be quantized to int8.
     """
     path = str(recipe.loss.teacher)
     with errors_on_all_ranks(OSError, ValueError):
@@ -79,7 +79,7 @@ def _check_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, path:
 
 def empty_teacher(recipe: Recipe, ds_config: dict[str, Any], device: torch.device) -> PreTrainedModel:
     """Build the teacher without weights; with ``loss.teacher_weights: int8`` its linear layers have packed weights.
-    Raises RankError on every rank."""
+    Raises RankError on every rank if the model is not supported, or its weights cannot be packed."""
     path, option = str(recipe.loss.teacher), _option(recipe)
     if option is None:
         return build_for(recipe, path, ds_config, device)
@@ -94,8 +94,9 @@ def empty_teacher(recipe: Recipe, ds_config: dict[str, Any], device: torch.devic
 
 
 def quantize_teacher(recipe: Recipe, model: PreTrainedModel, ds_config: dict[str, Any]) -> Quantization | None:
-    """Replace layers with packed weights by quantized layers, whose scales are not filled yet; None without
-    ``loss.teacher_weights: int8``. Raises RankError on every rank if a layer cannot be quantized."""
+    """Replace the layers that :func:`empty_teacher` gave packed weights by quantized layers, whose scales are to be
+    filled. Without ``loss.teacher_weights: int8`` do nothing and return None. Raises RankError on every rank if a layer
+    cannot be quantized."""
     if (option := _option(recipe)) is None:
         return None
     with errors_on_all_ranks(ValueError):
@@ -122,7 +123,8 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
         context: result of :func:`engine.session.context.start_ranks`.
         logits: number of the student's logits per token.
 
-    Raises RankError on every rank if the files do not fit the model.
+    Raises RankError on every rank if the files do not fit the model, or the model changes its logits after lm_head in
+    another way than its configuration says.
     """
     path, config = str(recipe.loss.teacher), teacher_config(context.ds_config)
     model = empty_teacher(recipe, config, context.device)

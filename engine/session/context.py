@@ -114,8 +114,8 @@ def init_ranks(
 ) -> torch.device:
     """Start the process group (:func:`engine.cluster.job.join_ranks`) and return this rank's device; a collective.
 
-    ``inputs`` (arguments by name), and the contents of ``files`` (paths by name), must be equal on all ranks. Raises as
-    join_ranks does, and RankError if the ranks differ, or another rank failed before the group existed.
+    ``inputs`` (arguments by name), and the contents of ``files`` (paths by name), must be equal on all ranks. Raises
+    the errors of join_ranks, and RankError if the ranks differ, or another rank failed before the group existed.
     """
     device = join_ranks()
     raise_everywhere(None)
@@ -138,8 +138,9 @@ def build_for(
     *,
     untie: bool = False,
 ) -> PreTrainedModel:
-    """Build the student or the teacher in ``path`` without weights, with the options of the recipe's section model. The
-    other arguments are passed to :func:`model.build.build_model`."""
+    """Build the student or the teacher in ``path`` without weights, with the options of the recipe's section model, and
+    let ranks share its rows if ``parallel.sequence`` says so. The other arguments are those of
+    :func:`model.build.build_model`."""
     own = recipe.model
     model = build_model(
         path,
@@ -159,7 +160,7 @@ def build_for(
 
 
 def rows_of(recipe: Recipe) -> "SharedRows | None":
-    """Return the object with which ranks share rows; None without ``parallel.sequence``."""
+    """Return the object by which ranks share the tokens of a row; None if ``parallel.sequence`` is 1."""
     if recipe.parallel.sequence == 1:
         return None
     from model.sequence import shared_rows
@@ -177,12 +178,12 @@ def build_loader(
 
     Args:
         recipe, tokenizer: the run, and the tokenizer of the student's checkpoint.
-        tokens: number of token ids of each model (student, teacher), by the recipe's key of its directory.
-        make: makes the loader, from the arguments of `Loader`.
+        tokens: number of token ids of each model, by the recipe's key of the model: ``model.path``, ``loss.teacher``.
+        make: the class of the loader, or a function with the arguments of `Loader`.
 
     Returns:
         The loader, which shards the training samples over ranks and optimizer steps, and the held-out samples (None
-        without held-out samples).
+        if the recipe has none).
 
     Raises RankError on every rank: data cannot be read or do not suffice, a model lacks a token, or the ranks differ.
     """
@@ -240,7 +241,8 @@ def _check_tokens(
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase, count: int) -> int:
-    """Return the id that pads rows, below ``count``: neither attention nor losses see it."""
+    """Return the id of the token that pads rows: the tokenizer's pad token, or 0 if there is none below ``count``, the
+    number of token ids. Neither attention nor losses see the padding."""
     pad = tokenizer.pad_token_id
     if pad is not None and pad >= count:
         say(f"data: rows are padded with token 0: the tokenizer's pad token {pad} has no embedding (of {count})")
@@ -248,8 +250,8 @@ def pad_token(tokenizer: PreTrainedTokenizerBase, count: int) -> int:
 
 
 def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of the student's checkpoint. Raises RankError on every rank if there is none, or no
-    configuration that can be read."""
+    """Read the tokenizer of the student's checkpoint. Raises RankError on every rank if there is none, or if
+    config.json cannot be read."""
     path, trust = recipe.model.path, recipe.model.trust_remote_code
     with errors_on_all_ranks(OSError, ValueError):
         read_config(Path(path), trust, rotated=True)  # else the tokenizer would be blamed for a damaged config.json
@@ -267,7 +269,8 @@ class Data:
     evaluation: Samples
 
     def splits(self) -> dict[Split, Samples]:
-        """Separate the skipped samples, with the labels that they have in training, from the others."""
+        """Return the samples by use: ``train``, ``skip``, ``held_out``, ``eval``. Skipped samples are not in ``train``,
+        and all their labels are -100, as in training."""
         skip = set(self.skip)
         trained = self.training.take(np.delete(np.arange(len(self.training)), self.skip))
         skipped = [
@@ -314,8 +317,8 @@ def _skipped(samples: Samples, lines: Sequence[str]) -> list[int]:
 def read_samples(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str], *, prompts: bool = False
 ) -> Samples:
-    """Read and tokenize files, or read their tokens from ``data.cache``; with ``prompts`` without the last answers; a
-    collective. Raises RankError on every rank if a line is bad."""
+    """Read and tokenize files, or read their tokens from ``data.cache``; a collective. ``prompts``: True to leave out
+    the last answer of each chat, which the student will write. Raises RankError on every rank if a line is bad."""
     settings = recipe.data
     cache = TokenCache(settings.cache, say)
     bar = progress_bar if settings.cache is None else partial(progress_bar, any_rank=True)  # one rank tokenizes
@@ -350,7 +353,8 @@ def read_samples(
 
 
 def samples_on_all_ranks(batches: Iterable[MicroBatch], together: int = 1) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yield the samples of all batches without padding, in groups of equal length, the same number on every rank.
+    """Yield the samples of all batches without padding, in groups of samples of equal length; every rank yields equally
+    many groups.
 
     A collective runs before the first group.
 
@@ -359,7 +363,8 @@ def samples_on_all_ranks(batches: Iterable[MicroBatch], together: int = 1) -> It
         together: maximal number of samples in a group.
 
     Yields:
-        ``input_ids`` [n, T] of a group, and True. A rank with fewer groups then yields filler tokens, and False.
+        ``input_ids`` [n, T] of a group, and True. A rank that has no more groups yields filler tokens and False until
+        all ranks are done.
     """
     given = list(batches)
     groups = _of_equal_length((ids for batch in given for ids in sample_inputs(batch)), together)

@@ -49,8 +49,8 @@ SCALE_EPS = 1e-15
 
 
 class OwnedParameter(NamedTuple):
-    """Parameter with its first name in the model and its kind. Kinds: weight, embedding, bias, norm, router,
-    weight_scale, act_scale, kv_scale, adapter, frozen."""
+    """Parameter with its name in the model (the first one if modules share it) and its kind: weight, embedding, bias,
+    norm, router, weight_scale, act_scale, kv_scale, adapter or frozen."""
 
     name: str
     parameter: nn.Parameter
@@ -61,9 +61,9 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
     """Yield every Parameter of the model once, in module order, with its kind.
 
     ``embedding`` is the token embedding and lm_head, tied or not. ``frozen`` are initial scales s0, global scales and
-    zero points, which never train, and the parameters of sparse attention's indexers (``INDEXER``), also if shared. A
-    1-dimensional ``weight`` is a norm: transformers has dozens of norm classes without a common base, and no other
-    layer of its language models has a 1-dimensional weight.
+    zero points, which never train, and the parameters of sparse attention's indexers (``INDEXER``), even if another
+    module shares them. A 1-dimensional ``weight`` is a norm: transformers has dozens of norm classes without a common
+    base, and no other layer of its language models has a 1-dimensional weight.
     """
     of_kind = {id(parameter): "router" for parameter in _router_parameters(model)}
     for prefix, module in model.named_modules():
@@ -121,7 +121,7 @@ def trained_scales(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_patterns(names: Sequence[str], freeze: Sequence[str]) -> None:
-    """Raise ValueError if a pattern of ``learnable.freeze`` matches no Parameter's name."""
+    """Raise ValueError if a pattern of ``learnable.freeze`` matches none of ``names``, the Parameters' full names."""
     for pattern in freeze:
         if not any(re.fullmatch(pattern, name) for name in names):
             raise ValueError(
@@ -344,7 +344,8 @@ class LossScale:
 
     @classmethod
     def from_config(cls, fp16: dict[str, Any]) -> "LossScale":
-        """Create the scale from the ``fp16`` section of a DeepSpeed configuration, with DeepSpeed's defaults."""
+        """Create the scale from the ``fp16`` section of a DeepSpeed configuration, with DeepSpeed's defaults: static if
+        ``loss_scale`` is above 0, else dynamic."""
         fp16 = {key: value for key, value in fp16.items() if value != "auto"}  # "auto" means the default
         static = float(fp16.get("loss_scale", 0))
         if static:
@@ -355,7 +356,8 @@ class LossScale:
         )
 
     def stepped(self, *, overflow: bool) -> bool:
-        """Update the scale after a step; return True if it went down. ``overflow``: a gradient was not finite."""
+        """Update the scale after a step; return True if the scale was lowered. ``overflow``: True if a gradient was not
+        finite."""
         if self.window is None:
             return False
         if overflow:

@@ -1,9 +1,9 @@
 """Test a model at the start of a run, with its weights, on rows as long as those of training.
 
-Packing: do samples of a packed row influence each other? This is in no configuration. transformers detects sequence
-boundaries where ``position_ids`` restart (data/loader.py), but not every class passes them to its mask, recurrent and
-convolution layers ignore them, and an attention implementation may detect them in batches of one row only. So hidden
-states of B are compared between rows with samples A, A', B of random tokens:
+Packing: do samples of a packed row influence each other? No configuration tells. transformers detects sequence
+boundaries where ``position_ids`` restart (data/loader.py), but not every class passes the positions to its mask,
+recurrent and convolution layers ignore them, and an attention implementation may detect boundaries in batches of one
+row only. So hidden states of B are compared between rows with samples A, A', B of random tokens:
 
     A B        A' B        B A        B A'        B
 
@@ -26,9 +26,9 @@ In doubt the mask stays. On a CPU it always stays: the host never waits there, a
 in their last bits.
 
 Without a mask transformers still checks on the device, once per forward, if positions restart within a row, except for
-attention implementations without registered masks. sdpa registered under another name is such an implementation. This
-also loses masks that transformers would create anyway (a sliding window shorter than the row), so the new name is kept
-only if hidden states change no more than they do between repeated forwards.
+attention implementations without registered masks. sdpa registered under another name is such an implementation. Under
+that name transformers creates no masks at all, not even those that a model needs (a sliding window shorter than the
+row), so the name is kept only if hidden states change no more than they do between repeated forwards.
 """
 
 import math
@@ -82,7 +82,7 @@ class Asked(NamedTuple):
 
 
 def models_to_ask(session: Session) -> Iterator[Asked]:
-    """Yield the student, and the teacher if it is another model."""
+    """Yield the student, and the teacher if it is another model in memory."""
     assert session.head is not None, "packed and padded rows are for training"
     rows = rows_of(session.recipe)
     student = SelfTeacher(session.engine, session.head, session.quantization)
@@ -156,7 +156,7 @@ def _packed(*parts: Sequence[Tensor]) -> MicroBatch:
 
 
 def difference(one: Tensor, another: Tensor) -> float:
-    """Compute the mean relative difference of hidden states [..., H], by norms over H."""
+    """Compute the mean over tokens of ``|one - another| / |another|``, for hidden states [..., H] with norms over H."""
     one, another = one.float(), another.float()
     return ((one - another).norm(dim=-1) / another.norm(dim=-1).clamp(min=1e-30)).mean().item()
 
@@ -166,8 +166,7 @@ SHARED_TOKENS = 512  # tokens of the rows that test if ranks can share rows
 
 @torch.no_grad()
 def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, *, longest: int, packing: bool) -> str | None:
-    """Describe how hidden states differ if ranks share rows, as a clause; None if they are those of whole rows, up to
-    rounding. A collective.
+    """Describe, as a clause, how hidden states change if ranks share rows; None if only by rounding. A collective.
 
     Args:
         asked: the model and how it is run.
@@ -280,8 +279,8 @@ ROUNDINGS = 4.0  # in eps of the dtype, mean over tokens: kernels with and witho
 
 
 def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
-    """Test the models on random rows of the run's shape; return the session with ``mask`` set: do padded rows need an
-    attention mask? A collective.
+    """Test the models on random rows of the run's shape, with tokens of ``samples``; a collective. Return the session,
+    whose ``mask`` is False if padded rows were found to need no attention mask, else True.
 
     Runs forwards only, with quantization paused: quantization would amplify tiny differences. Raises RankError on every
     rank if packed samples influence each other, or shared rows give other results, in the student or the teacher.
@@ -329,8 +328,8 @@ def needs_mask(session: Session, samples: Sequence[Sample]) -> bool:
 
 
 def stop_asking(model: PreTrainedModel, forward: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> bool:
-    """Stop transformers from reading sequence boundaries from the device in every forward, if results stay equal; a
-    collective.
+    """Stop transformers from reading sequence boundaries from the device in every forward, unless this changes results;
+    a collective.
 
     Args:
         model: the model; unchanged unless its attention is sdpa.
@@ -357,7 +356,8 @@ def stop_asking(model: PreTrainedModel, forward: Callable[[MicroBatch], Tensor],
 def mask_problem(
     forward: Callable[[MicroBatch], Tensor], vocabulary: Tensor, *, rows: int, length: int, exact: bool
 ) -> str | None:
-    """Describe how padded rows change without an attention mask, as a clause; None if they do not.
+    """Describe, as a clause, how hidden states of padded rows change without an attention mask; None if only by
+    rounding.
 
     Args:
         forward: maps a padded micro-batch, with ``attention_mask`` or without, to hidden states [rows, length, H];

@@ -91,7 +91,7 @@ class Overrides:
 
     def set_loss_weights(self, **weights: float) -> None:
         """Set the weights of the losses ``lm`` and ``kd``. Raises ValueError if a loss is unknown, a weight negative,
-        both weights are 0, or ``kd`` has no teacher."""
+        both weights would be 0, or ``kd`` gets a weight in a run without a teacher."""
         for name, weight in weights.items():
             if name not in ("lm", "kd") or not weight >= 0:
                 raise ValueError(f"loss weight {name}: {weight}, expected 0 or more for lm or kd")
@@ -212,10 +212,12 @@ def build_session(
         recipe, context: the run, and the result of :func:`engine.session.context.start_ranks`.
         samples: training samples, for a session that computes losses with the recipe's teacher. None (for an export or
             a calibration): no loss head and no teacher.
-        first: returns this rank's first micro-batches, for ``quant.init``; None to choose no initial codes.
+        first: ``first(n)`` returns this rank's first n micro-batches, for ``quant.init``; None to choose no initial
+            codes.
         optimizer: True for an engine that trains or loads a training checkpoint; False for one that only runs forward.
 
-    Raises RankError on every rank: a model, its scales or the teacher's cache cannot be built or read.
+    Raises RankError on every rank: a model, its scales or the teacher's cache cannot be built or read, or a model
+    changes its logits after lm_head in another way than its configuration says.
     """
     device, ds_config = context.device, context.ds_config
     head: LMHead | None = None

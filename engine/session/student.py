@@ -51,10 +51,10 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_pr
 def build_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, Quantization]:
-    """Build the student, load its weights, and replace its layers by quantized ones, whose scales are not filled yet; a
-    collective. Weights are rotated if the recipe says so, and ``requires_grad`` is set. ``losses``: refuse models whose
-    logits cannot be computed from hidden states and lm_head. Raises RankError on every rank if the recipe or the
-    checkpoint does not fit the model."""
+    """Build the student, load its weights, and replace the layers to be quantized by quantized layers, whose scales are
+    filled later; a collective. Weights are rotated if the recipe says so, and ``requires_grad`` is set. ``losses``:
+    True to refuse models whose logits cannot be computed from hidden states and lm_head. Raises RankError on every rank
+    if the recipe or the checkpoint does not fit the model."""
     model, named = empty_student(recipe, ds_config, device, losses=losses)
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
     say(f"weights: {report.summary()}")
@@ -75,9 +75,9 @@ def empty_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, dict[str, Scheme]]:
     """Build the student without weights; a collective. Also return schemes by layer name: those that the recipe sets
-    for lm_head and embeddings; with ``quant.scheme: source`` those of all quantized layers. ``losses``: refuse models
-    whose logits cannot be computed from hidden states and lm_head. Raises RankError on every rank if the recipe does
-    not fit the model."""
+    for lm_head and embeddings; with ``quant.scheme: source`` those of all quantized layers. ``losses``: True to refuse
+    models whose logits cannot be computed from hidden states and lm_head. Raises RankError on every rank if the recipe
+    does not fit the model."""
 
     def pack(model: PreTrainedModel) -> None:
         pack_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))
@@ -107,8 +107,9 @@ def quantize_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, model: PreTrainedModel, named: dict[str, Scheme]
 ) -> Quantization:
     """Prepare the student for training, in place: quantized layers, rotations, adapters, fused norms,
-    ``requires_grad``, activation checkpointing, compile. Scales are not filled yet. ``named``: schemes by layer name.
-    A collective; raises RankError on every rank."""
+    ``requires_grad``, activation checkpointing, compile; a collective. Scales are filled later. ``named``: schemes by
+    layer name. Raises RankError on every rank if a layer cannot be quantized or rotated as the recipe says, or a
+    pattern matches nothing."""
     with errors_on_all_ranks(ValueError):
         quantization = replace_layers(
             model,
@@ -176,15 +177,15 @@ def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
 
 
 def always_exempt(model: PreTrainedModel) -> list[str]:
-    """List patterns of modules that scheme and rules never quantize: routers (to keep their choices), and lm_head,
-    which only ``quant.lm_head`` quantizes."""
+    """List regexes on names of modules that quant.scheme and quant.rules never quantize: routers (to keep their
+    choices), and lm_head, which only ``quant.lm_head`` quantizes."""
     modules = {name for name, _ in model.named_modules()}
     routers = [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
     return routers + [re.escape(name) for name, one in model.named_modules() if one is model.get_output_embeddings()]
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
-    """Fill all weight scales, and the input scales that the recipe's source has; a collective.
+    """Fill all weight scales, and the input scales that files or ``quant.initial_input_scale`` provide; a collective.
 
     Returns:
         Owners of the input groups whose scales remain to be calibrated.
@@ -268,8 +269,9 @@ def _schemes_at_ends(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme
 
 
 def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
-    """Tell if this run multiplies codes in fp8 GEMMs; ``quant.compute: auto`` does so on GPUs with fp8 tensor cores.
-    Raises ValueError if ``quant.compute`` is fp8_gemm on a GPU without fp8 tensor cores."""
+    """Tell if this run multiplies codes in fp8 GEMMs; ``quant.compute: auto`` does so on GPUs with fp8 tensor cores, in
+    bfloat16, if a scheme allows it. Raises ValueError if ``quant.compute`` is fp8_gemm on a GPU without fp8 tensor
+    cores."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     if recipe.quant.compute == "fp8_gemm" and device.type == "cuda" and not able:
         gpu = f"{torch.cuda.get_device_name(device)} has no fp8 tensor cores (compute capability 8.9)"
@@ -369,7 +371,8 @@ _CHUNK = 2**25  # fp64 values at a time: 256 MB, and one or two copies
 
 @torch.no_grad()
 def rotate_weights(model: PreTrainedModel, quantization: Quantization) -> int:
-    """Rotate the weights of all layers that rotate their inputs, which preserves the function; a collective.
+    """Rotate the weights of all layers that rotate their inputs, so that the model computes the same function; a
+    collective.
 
     Each value is computed in fp64 and rounded once to the weight's dtype. One weight is gathered at a time. Call it
     before ``deepspeed.initialize``, after the weights are loaded and before scales are measured from them.
