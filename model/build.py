@@ -65,10 +65,12 @@ def build_model(
         attn_implementation: transformers' name ("eager", "flash_attention_2", ...), or "auto": sdpa if the model has
             it, else eager.
         experts: form of MoE layers: "stacked" (all experts of a layer in one weight) or "per_expert" (Linears).
-        hold: function that replaces chosen weights by packed weights, on the meta device (:mod:`quant.packed_weight`).
-        rotated: True if the caller applies a quantized checkpoint's input rotations (``transform_config``).
-        untie: give lm_head and embeddings a weight each. If the model tied them, ``tie_word_embeddings`` of its
-            configuration is set to False, and it gets the attribute :data:`UNTIED`.
+        hold: function that replaces chosen weights of the model, still on the meta device, by packed weights
+            (:mod:`quant.packed_weight`); None for none.
+        rotated: True if the caller applies a quantized checkpoint's input rotations (``transform_config``); otherwise
+            such a checkpoint is an error.
+        untie: give lm_head and embeddings a weight each. If the files tie them, ``tie_word_embeddings`` of the model's
+            configuration is set to False, and the configuration gets the attribute :data:`UNTIED`.
 
     Raises:
         RankError: on every rank: there is no config.json, the checkpoint, its MoE layout or ``attn_implementation`` is
@@ -146,7 +148,7 @@ def check_rotary_buffers(model: nn.Module) -> None:
     """Raise RankError on every rank if a rotary ``inv_freq`` is not fp32; a collective.
 
     A bf16 frequency is off by up to 0.2%, which at position 1,000 rotates the faster pairs by about a radian too much.
-    Call it again after ``deepspeed.initialize``, which may cast buffers (``data_types.buffer_dtype``).
+    Call this function again after ``deepspeed.initialize``, which may cast buffers (``data_types.buffer_dtype``).
     """
     wrong = [
         f"{name} ({buffer.dtype})"
@@ -174,8 +176,9 @@ def _check_dtype(config: PretrainedConfig, ds_config: dict[str, Any], dtype: tor
 
 
 def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -> PretrainedConfig:
-    """Read the model's configuration; the result has no quantization_config. ``rotated``: accept input rotations
-    (``transform_config``). Raises ValueError if the checkpoint is not supported, or needs code that is not allowed."""
+    """Read the configuration of the checkpoint in ``path``; the result has no quantization_config. ``rotated``: accept
+    a quantized checkpoint with input rotations (``transform_config``), otherwise an error. Raises ValueError if the
+    checkpoint is not supported, or needs Python code that ``trust_remote_code`` does not allow."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist: model.path must be the directory of a Hugging Face checkpoint")

@@ -54,7 +54,7 @@ class _Bar(tqdm):
                 self.refresh(nolock=True)
 
     def close(self) -> None:
-        """Erase or leave the bar, and end its thread."""
+        """Erase the bar (with ``leave``: keep it on the terminal), and end its thread."""
         with self.get_lock():
             super().close()
         self._closed.set()
@@ -76,7 +76,7 @@ def progress_bar(
     leave: bool = False,
     any_rank: bool = False,
 ) -> tqdm:
-    """Create the progress bar of a job, which shows nothing on other ranks than 0.
+    """Create the progress bar of a job; by default it is shown on rank 0 only.
 
     Args:
         total: units of the whole job; None: the length of ``over``, or unknown.
@@ -85,7 +85,7 @@ def progress_bar(
         over: items to iterate over; None if the job calls ``update``.
         initial: units that are done already.
         leave: show the bar from the start, and leave it on the terminal at the end.
-        any_rank: the job is this rank's alone: show it on other ranks than 0, too.
+        any_rank: show the bar on the calling rank, whichever it is: for a job that only this rank runs.
     """
     units = "B" if unit == "B" else f" {unit}es" if unit.endswith("ch") else f" {unit}s"
     line = "{desc}: {n_fmt} of {total_fmt}" + units + ", {elapsed} passed, {remaining} left, {rate_fmt}{postfix}"
@@ -95,7 +95,7 @@ def progress_bar(
 
 @contextmanager
 def working(desc: str) -> Iterator[None]:
-    """Show for how long the block has run, once it takes long: for a job whose progress is unknown."""
+    """Show on rank 0 for how long the block has run, unless it ends soon: for a job whose progress is unknown."""
     with _bar(desc, "{desc}: {elapsed} passed", shown=is_main(), bar_format="{desc}: {elapsed}"):
         yield
 
@@ -139,7 +139,8 @@ def perplexity(loss: float) -> float:
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """Format a number with ``digits`` decimals; from 10,000 on with two digits and an exponent: ``1.0e4``."""
+    """Format a number with ``digits`` decimals; if its magnitude is 10,000 or more, with one decimal and an exponent:
+    ``1.0e4``."""
     if not math.isfinite(value) or abs(value) < 1e4:
         return f"{value:.{digits}f}"
     mantissa, exponent = f"{value:.1e}".split("e")

@@ -35,7 +35,7 @@ class Tower(nn.Module):
             raise AttributeError(f"the forward reads .{name} of {self.part}, {_NOT_BUILT}") from None
 
     def forward(self, *_: Any, **__: Any) -> None:
-        """Raise RuntimeError: a model whose forward of text calls a tower is not supported."""
+        """Raise RuntimeError: a model that calls a tower even for text alone is not supported."""
         raise RuntimeError(f"the forward calls {self.part}, {_NOT_BUILT}")
 
 
@@ -48,7 +48,8 @@ def is_composite(config: PretrainedConfig) -> bool:
 
 
 def class_names(config: PretrainedConfig) -> list[str]:
-    """Return the class names in ``architectures`` of a config.json. Raises ValueError if it is no list of names."""
+    """Return the class names in ``architectures`` of a config.json; empty without this key. Raises ValueError if its
+    value is no list of names."""
     names: Any = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json: architectures is {names!r}, expected a list of names of classes")
@@ -56,8 +57,9 @@ def class_names(config: PretrainedConfig) -> list[str]:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return transformers' class of a checkpoint: the class named by ``architectures`` of its config.json, else the
-    default class of its model type; None for a model type of remote code."""
+    """Return transformers' class of a checkpoint: the class named by ``architectures`` of its config.json, or, if
+    transformers has no such class, its default class of this model type; None if transformers does not know the model
+    type (remote code)."""
     for name in class_names(config):
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and type(config) is named.config_class:
@@ -69,8 +71,9 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Build the composite model of ``config`` without its towers, with parameters on the device of the caller's
-    context. ``options`` are those of ``from_config``. Raises ValueError if transformers has no class for ``config``."""
+    """Build the composite model of ``config`` and remove its towers; parameters are created on the device that the
+    caller's context sets. ``options`` are those of transformers' ``from_config``. Raises ValueError if transformers has
+    no class for ``config``."""
     kind = model_class(config)
     if kind is None:
         raise ValueError(
@@ -116,7 +119,7 @@ def left_out(model: nn.Module) -> list[str]:
 
 
 def text_part(model: nn.Module) -> str:
-    """Return the name of the text model inside a composite model; empty if the whole model is a text model."""
+    """Return the name of the text model inside a composite model; "" if the whole model is a text model."""
     if not isinstance(model, PreTrainedModel) or not is_composite(model.config):
         return ""
     decoder = model.get_decoder()

@@ -75,7 +75,8 @@ UNCHANGED = LogitFunction()
 
 
 def proposed_function(config: PretrainedConfig) -> LogitFunction:
-    """Return the function of logits that a configuration suggests; only a forward shows what the model computes."""
+    """Return the function of lm_head's output that the keys of a configuration suggest; only a forward shows if the
+    model computes it (:func:`settle_function`)."""
     text = config.get_text_config()
 
     def value(name: str) -> float:
@@ -105,7 +106,8 @@ class HeadProxy(nn.Module):
     _caught: Tensor | None = None  # last emitted tensor, after the hooks of the module's call
 
     def emit(self, instead: Tensor) -> Tensor:
-        """Return ``instead`` in place of logits, and keep it for :meth:`check`; ``PROBE`` in a probing forward."""
+        """Return ``instead`` in place of logits, and keep it for :meth:`check`; in the forward of
+        :func:`settle_function` return ``PROBE`` for every token instead."""
         if self._probing:
             return instead.new_tensor(PROBE).expand(*instead.shape[:-1], -1)
         if not self._checked:
@@ -114,8 +116,8 @@ class HeadProxy(nn.Module):
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Wrap a forward of the model, so that :meth:`collect` gets the emitted tensor as it was before the model
-        processed it."""
+        """Wrap a forward of the model, so that :meth:`collect` can return the emitted tensor even if the model applies
+        ``function`` to it; no effect without a function."""
         if self.function == UNCHANGED:
             yield
             return
@@ -131,9 +133,10 @@ class HeadProxy(nn.Module):
             hook.remove()
 
     def collect(self, logits: Tensor, model: str) -> Tensor:
-        """Return the tensor that :meth:`emit` put in place of logits in the last forward of a model of class ``model``.
+        """Return the tensor that :meth:`emit` put in place of logits in the model's last forward.
 
-        ``logits`` is what that forward returned. The first call is a collective, as it runs :meth:`check`; raises
+        That forward must have run inside :meth:`catching`, and returned ``logits``; ``model`` names the model in
+        errors. If the model has no ``function``, this runs :meth:`check`: the first call is a collective, and may raise
         RankError.
         """
         if self.function == UNCHANGED:
@@ -145,9 +148,10 @@ class HeadProxy(nn.Module):
         return caught
 
     def check(self, logits: Tensor, model: str) -> None:
-        """Check that a model of class ``model`` returned the emitted tensor unchanged as ``logits``; a collective in
-        the first call only. Tensors with NaN or Inf pass, as they cannot be compared. Raises RankError on every rank if
-        the model processes its logits (softcap, factor) but its configuration does not show how."""
+        """Check in the first call, a collective, that the model returned the emitted tensor unchanged as ``logits``;
+        later calls do nothing. Tensors with NaN or Inf pass, as they cannot be compared. Raises RankError on every
+        rank, with the name ``model``, if the model processes its logits (softcap, factor) but its configuration does
+        not show how."""
         if self._checked:
             return
         given, self._given = self._given, None
@@ -175,8 +179,8 @@ class HiddenStates(HeadProxy):
 
 
 class LMHead(HeadProxy):
-    """Output layer of the model. Inside :meth:`computing` it computes a task, such as losses, instead of logits, with
-    its weight fake-quantized once.
+    """Output layer of the model. Inside :meth:`computing` it computes a task instead of logits: a function of hidden
+    states, weight and bias, such as losses. A quantized weight is fake-quantized once for the task.
 
     Attributes:
         in_features, out_features: sizes of the layer.
@@ -194,7 +198,8 @@ class LMHead(HeadProxy):
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute logits [..., V] from ``input`` [..., H], or the result of the task."""
+        """Compute logits [..., V] from hidden states ``input`` [..., H]; inside :meth:`computing`, the result of the
+        task."""
         if self._task is None:
             return super().forward(input)
         return self.emit(self._task(input, self.used_weight(), self.bias))
@@ -249,8 +254,8 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
 
 @torch.no_grad()
 def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], config: PretrainedConfig) -> None:
-    """Find the function that a model applies to lm_head's output, and set ``head_proxy.function``. A collective if the
-    configuration suggests a function; otherwise no forward runs.
+    """Find the function that a model applies to lm_head's output, and set ``head_proxy.function``; a collective. If the
+    configuration suggests no function, nothing is set and no forward runs.
 
     Args:
         head_proxy: module in lm_head's place.
@@ -258,7 +263,8 @@ def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], 
         config: configuration of the model.
 
     Raises:
-        RankError: on every rank: the model computes neither its configuration's function nor the identity.
+        RankError: on every rank: the model computes neither the function that its configuration suggests nor the
+            identity, so losses cannot be computed from its hidden states.
     """
     proposed = proposed_function(config)
     if proposed == UNCHANGED:
@@ -283,8 +289,8 @@ def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], 
 
 
 def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
-    """Find name and module of the model's output embedding. Raises ValueError if the model has none, or one that is
-    neither an nn.Linear nor a QuantLinear."""
+    """Find name and module of the model's output embedding (lm_head). Raises ValueError if the model has none, or one
+    that is neither an nn.Linear nor a QuantLinear."""
     module = model.get_output_embeddings()
     if type(module) not in (nn.Linear, PlainHead, QuantLinear, QuantHead):
         raise ValueError(
@@ -296,14 +302,14 @@ def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
-    """Return the number of rows of the model's embeddings, also if they are partitioned."""
+    """Return the number of rows of the model's input embeddings, also if they are partitioned."""
     return full_shape(as_weight(model.get_input_embeddings().get_parameter("weight")))[0]
 
 
 def install_head(model: PreTrainedModel) -> LMHead:
-    """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters. Call it after
-    ``quant.replace_layers`` (which quantizes plain Linears) and before ``deepspeed.initialize`` (which hooks modules).
-    Raises ValueError as :func:`output_head`."""
+    """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters, and return it; an
+    LMHead that is there already stays. Call this after ``quant.replace_layers`` (which quantizes plain Linears) and
+    before ``deepspeed.initialize`` (which hooks modules). Raises ValueError as :func:`output_head`."""
     name, linear = output_head(model)
     if isinstance(linear, LMHead):
         return linear

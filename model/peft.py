@@ -45,12 +45,12 @@ PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class PeftSource:
-    """Adapter on disk.
+    """Adapter on disk; ``shapes``, ``scalings`` and ``keys`` are by module name in the model.
 
     Attributes:
-        directory: its folder.
-        shapes: shapes of A and B, by module name in the model.
-        scalings: factors of the products of B and A.
+        directory: folder of the adapter.
+        shapes: shapes of A and B.
+        scalings: factor of the product of B and A.
         keys: keys of A and B in the file.
         base: digest of the checkpoint that the adapter was trained on; None if peft wrote the adapter.
     """
@@ -62,7 +62,7 @@ class PeftSource:
     base: str | None
 
     def pair(self, name: str) -> tuple[Tensor, Tensor]:
-        """Read A and B of a module. Raises ValueError unless all values are finite floats."""
+        """Read A and B of the module ``name``. Raises ValueError unless all values are finite floats."""
         with safe_open(self.directory / WEIGHTS, "pt") as file:
             found = {key: file.get_tensor(key) for key in self.keys[name]}
         for key, tensor in found.items():
@@ -76,8 +76,9 @@ class PeftSource:
 
 
 def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]) -> PeftSource:
-    """Read the folder of an adapter for some of the ``linears`` of ``model``, without the values of its tensors. Raises
-    ValueError if the folder has no adapter, or an unsupported kind of adapter; the message names file and key."""
+    """Read the configuration, keys and shapes of an adapter in the folder ``directory``, not its values. Raises
+    ValueError, naming file and key, if there is no adapter, or an unsupported kind, or if one of its modules is not
+    among ``linears``, names of modules of ``model`` (an adapter need not have all of these)."""
     if not (config_file := directory / CONFIG).is_file():
         raise ValueError(f"{config_file} does not exist, expected the folder of an adapter")
     config = read_json_object(config_file)
@@ -175,7 +176,8 @@ def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
 
 
 def say_left_out(directory: str | Path) -> None:
-    """Log if the folder of an exported model has an unmerged adapter, which an evaluation then leaves out."""
+    """Log a notice if the folder of an exported model has a separate adapter (not merged into the weights), which an
+    evaluation of this folder leaves out."""
     if (folder := Path(directory) / FOLDER / CONFIG).is_file():
         say(f"{directory}: the quantized model without the adapter in {folder.parent}, which is not merged into it")
 
@@ -184,9 +186,9 @@ LOST = 0.1  # relative to an adapter's norm: more than rounding loses, less than
 
 
 def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
-    """Return the first index of this rank's elements of a layer's weight (not packed), and these elements as the
-    forward quantizes them, flat. With a merged adapter this is a collective and returns a copy; otherwise it returns a
-    view of the weight."""
+    """Return the index of this rank's first element in a layer's weight, and this rank's elements, flat, as the forward
+    quantizes them. With a merged adapter this is a collective, and the elements are a copy that contains it; otherwise
+    they are a view of the weight. The weight must not be packed."""
     assert layer.held is None, "a rule of the recipe"
     start, stop = local_range(layer.weight)
     merges = layer.adapter is not None and layer.adapter.merges
@@ -223,10 +225,10 @@ def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
 
 @torch.no_grad()
 def start_from_error(quantization: Quantization) -> None:
-    """Initialize every unmerged adapter from the error of quantization: ``scaling * lora_b @ lora_a`` becomes the best
-    approximation of its rank to ``W - Q(W)`` (the first step of LoftQ, Li et al. 2023, arXiv:2310.08659; LoRC, Yao et
-    al. 2023, arXiv:2303.08302). Scales must be filled. A collective: layers are gathered one at a time, and rank 0
-    computes.
+    """Initialize every separate adapter (``adapter.merge: false``) from the error of quantization: the product
+    ``scaling * lora_b @ lora_a`` becomes the best approximation of its rank to ``W - Q(W)`` (the first step of LoftQ,
+    Li et al. 2023, arXiv:2310.08659; LoRC, Yao et al. 2023, arXiv:2303.08302). The weights' scales must be set. A
+    collective: layers are gathered one at a time, and rank 0 computes.
 
     Raises:
         RankError: the adapter's dtype cannot represent the factors, because ``adapter.alpha`` is too small or large.

@@ -49,7 +49,8 @@ _CHECK = (
 
 
 def meet(patience: timedelta) -> dist.Store | None:
-    """Wait until every rank of the environment has started; does nothing for a single rank.
+    """Wait until all ranks have started; does nothing for a single rank. The environment must have RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT.
 
     torch would print nothing while it waits, and then raise an error that does not name the missing ranks.
 
@@ -57,10 +58,12 @@ def meet(patience: timedelta) -> dist.Store | None:
         patience: time to wait. After ``NOTICE_SECONDS`` each rank prints which ranks are missing.
 
     Returns:
-        The store that the ranks joined. Rank 0 serves it while the object exists, also to torch's process group.
+        The store that the ranks joined; None with a single rank. Rank 0 serves it while the object exists, also to
+            torch's process group.
 
     Raises:
-        RankError: on every rank that has started: ranks are missing, with their numbers, or two have the same number.
+        RankError: on every rank that has started: ranks are missing after ``patience`` (the text names them), or two
+            processes have the same rank.
         RuntimeError: the address cannot be used, or rank 0 has ended.
     """
     own, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -121,8 +124,8 @@ class _Alone:
 @contextmanager
 def alone() -> Iterator[None]:
     """Make this process rank 0 of 1 inside the block, for all functions of this module but :func:`meet` and
-    :func:`shut_down`: none is a collective, so one rank of the caller's process group can write files without the
-    others."""
+    :func:`shut_down`. These functions then run no collective, so one rank of the process group can write files without
+    the others."""
     _Alone.now = True
     try:
         yield
@@ -168,15 +171,15 @@ def barrier() -> None:
 
 
 def listed(names: Sequence[str], limit: int = 20) -> str:
-    """Join names for a message, truncated after ``limit``."""
+    """Join names for a message; after ``limit`` names only the number of the others follows."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
 def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce ``tensor`` over all ranks; a collective. Every rank gets the result, on the tensor's device; ``tensor``
-    itself may be overwritten and returned. NCCL only reduces CUDA tensors, so a CPU tensor (of offloaded parameters) is
-    copied to this rank's GPU and back."""
+    """Reduce ``tensor`` over all ranks, by default to the sum; a collective. Every rank gets the result, on the
+    tensor's device; it may be ``tensor`` itself, overwritten. NCCL only reduces CUDA tensors, so a CPU tensor (of
+    offloaded parameters) is copied to this rank's GPU and back."""
     if world_size() == 1:
         return tensor
     if dist.get_backend() == dist.Backend.NCCL and tensor.device.type == "cpu":
@@ -239,7 +242,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def from_main(value: Any) -> Any:
-    """Send a value of rank 0 to every rank, pickled; a collective."""
+    """Send rank 0's ``value`` to every rank, pickled, and return it; a collective. Other ranks' values are ignored."""
     values = [value]
     if world_size() > 1:
         dist.broadcast_object_list(values)
@@ -247,8 +250,8 @@ def from_main(value: Any) -> Any:
 
 
 def raise_everywhere(error: str | None) -> None:
-    """Raise :class:`RankError` on every rank if any rank passes a text; ranks with the same text are named together. A
-    collective: every rank must call it."""
+    """Raise :class:`RankError` on every rank if any rank passes a text: with all ranks' texts, equal ones once; return
+    if every rank passes None. A collective: every rank must call this function."""
     found: dict[str, list[int]] = {}
     for index, text in enumerate(gather_objects(error)):
         if text is not None:
@@ -261,8 +264,8 @@ def raise_everywhere(error: str | None) -> None:
 
 
 def raise_problems(head: str, problems: Sequence[str]) -> None:
-    """Raise :class:`RankError` with ``head`` and the first ``_MOST`` problems, if there are any: then a collective, so
-    every rank must pass the same problems."""
+    """Raise :class:`RankError` with ``head`` and the first ``_MOST`` problems; return if the list is empty. Every rank
+    must pass the same problems: with any, this is a collective."""
     if problems:
         more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
         raise_everywhere("\n".join([head, *problems[:_MOST], *more]))
@@ -270,9 +273,9 @@ def raise_problems(head: str, problems: Sequence[str]) -> None:
 
 @contextmanager
 def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None]:
-    """Convert an exception of ``kinds`` inside the block to a :class:`RankError` on every rank, with ``key`` as a
-    prefix of its text; other exceptions leave on this rank only. The end of the block is a collective: every rank must
-    enter the block, and run no collective inside."""
+    """Convert an exception of ``kinds`` inside the block to a :class:`RankError` on every rank, with ``key`` (if any)
+    as a prefix of its text; other exceptions are raised on this rank only. The end of the block is a collective: every
+    rank must enter the block, and run no collective inside."""
     error, cause = None, None
     try:
         yield
@@ -286,8 +289,8 @@ def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None
 
 @contextmanager
 def naming(path: str | os.PathLike[str], size: int | None = None) -> Iterator[None]:
-    """Add the file ``path`` (of ``size`` bytes) to any OSError of the block that lacks a file name, as errors of
-    writing and syncing do."""
+    """Add the file ``path`` to any OSError of the block that lacks a file name, as errors of writing and syncing do; if
+    the disk is full, also the ``size`` of the file in bytes, unless it is None."""
     try:
         yield
     except OSError as error:
@@ -299,8 +302,8 @@ def naming(path: str | os.PathLike[str], size: int | None = None) -> Iterator[No
 
 
 def words_of(error: BaseException) -> str:
-    """Describe an error in one phrase: for an OSError the file, the reason, and the free bytes of a full disk or the
-    missing folder."""
+    """Describe an error in one phrase: for an OSError the file and the reason, then for a full disk the bytes that are
+    free, and for a file that was not found the folder that is missing above it."""
     if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
         return str(error) or type(error).__name__
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]

@@ -69,11 +69,11 @@ class _Row:
 
 
 class SharedRows:
-    """Forwards in which ranks share rows.
+    """State of a process for forwards in which ranks share rows.
 
     Attributes:
         ranks: number of ranks that share a row.
-        on: True if each rank computes its tokens of a row. Otherwise every rank computes whole rows.
+        on: True if each rank computes only its own tokens of a row; False if every rank computes whole rows.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -85,7 +85,7 @@ class SharedRows:
 
     @property
     def index(self) -> int:
-        """Index of this rank among those that share its row."""
+        """Index of this rank among the ranks that share its rows, from 0."""
         return rank() % self.ranks
 
     def start(self) -> None:
@@ -99,7 +99,8 @@ class SharedRows:
 
     @contextmanager
     def apart(self, model: PreTrainedModel) -> Iterator[None]:
-        """Context in which every rank computes whole rows, with the model's own attention implementation."""
+        """Make every rank compute whole rows inside the block, with the model's own attention implementation; ranks
+        share rows after it."""
         name = model.config._attn_implementation
         model.set_attn_implementation(self._plain[model])
         self.on = False
@@ -110,13 +111,14 @@ class SharedRows:
             model.set_attn_implementation(name)
 
     def share(self, length: int, index: int | None = None) -> slice:
-        """Return the tokens that this rank computes of a row of ``length`` tokens, or those of the rank ``index``."""
+        """Return which tokens of a row of ``length`` tokens the rank ``index`` computes, of those that share the row;
+        by default, this rank."""
         index = self.index if index is None else index
         return slice(length * index // self.ranks, length * (index + 1) // self.ranks)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Gather outputs ``own [B, own tokens, H]`` of the last forward into [B, T, H], a collective; return ``own`` if
-        that forward computed whole rows."""
+        """Gather the outputs ``own [B, own tokens, H]`` of the last forward from all ranks that share the rows into
+        ``[B, T, H]``, a collective; return ``own`` itself if that forward computed whole rows."""
         if self._row is None:
             return own
         batch, _, features = own.shape
@@ -126,7 +128,8 @@ class SharedRows:
 
     def attach(self, model: PreTrainedModel) -> None:
         """Change ``model`` in place so that ranks share its rows once :meth:`start` is called; its forwards then need
-        arguments by name and use_cache=False. Raises ValueError if its classes or number of heads do not allow that."""
+        arguments by name and use_cache=False. Raises ValueError if the model takes no position_ids, its attention
+        classes are not supported, or ``ranks`` does not divide its number of heads."""
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise ValueError(f"{type(model).__name__} takes no position_ids, {_NEEDED}")
         attentions = attention_modules(model, _NEEDED)

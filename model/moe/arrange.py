@@ -46,9 +46,9 @@ _UNSUPPORTED = "is a mixture of experts that is not supported"
 
 def arrange_experts(model: nn.Module, form: Form) -> int:
     """Replace every fused experts module of a model by a module of ``form``, which ZeRO-3 gathers as a whole, in place;
-    returns the number of replaced modules. ``stacked`` keeps the weights, ``per_expert`` creates new ones: use it for
-    an empty model only, in a context that creates parameters on the meta device. Raises ValueError, naming the class,
-    if experts have an unknown layout or function, or no router."""
+    returns the number of replaced modules. With ``stacked`` the weights keep their values; with ``per_expert`` they are
+    new: use it for an empty model only, in a context that creates parameters on the meta device. Raises ValueError,
+    naming the class, if experts have an unknown layout or function, or no router."""
     found = find_experts(model)
     checked: dict[type, bool] = {}
     for name, fused in found:
@@ -75,7 +75,7 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
 
 
 def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Find the modules, with their names, that :func:`arrange_experts` replaces."""
+    """List name and module of the experts that :func:`arrange_experts` would replace."""
     counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
     arranged = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, ExpertMLPs))
     return [
@@ -324,9 +324,9 @@ def _as_ours(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor
 
 
 class Routed(nn.Module):
-    """MoE block of Llama 4 that passes each expert only its own tokens, with the children, names and results of
-    transformers' block. Raises ValueError if ``block``, called ``name``, is of another class, whose forward might
-    differ."""
+    """MoE block of Llama 4 that passes each expert only its own tokens, and takes over the children of transformers'
+    ``block`` under the same names, with the same results. Raises ValueError, naming the module by ``name``, if
+    ``block`` is not of Llama 4's class: another class's forward might differ."""
 
     def __init__(self, name: str, block: nn.Module):
         super().__init__()
@@ -358,8 +358,8 @@ def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden
 
     Args:
         block: parent of ``experts``; its parameters may be on the meta device.
-        experts: called with hidden states, the chosen experts and their weights.
-        num_experts, hidden_dim: sizes of the experts.
+        experts: module inside ``block`` that is called with hidden states, the chosen experts and their weights.
+        num_experts, hidden_dim: sizes E and H of the experts.
 
     Raises:
         ValueError: the block has no router.

@@ -141,11 +141,12 @@ class Experts(NamedTuple):
     of the hidden states, or, with ``sums_of_weights``, in the dtype of the routing weights.
 
     Attributes:
-        transposed: transformers' matrices are ``[in, out]``.
-        interleaved: rows of gate and up alternate, so that both form one Linear, gate_up_proj.
-        biased: every Linear has a bias.
-        scales_inputs: the routing weight multiplies the expert's input, not its output.
-        apart: gate, up and down are three matrices, ``mlp.w1``, ``mlp.v1`` and ``mlp.w2``, ``[E * I, H]`` each (DBRX).
+        transposed: True if transformers' matrices are ``[in, out]``.
+        interleaved: True if rows of gate and up alternate, so that both form one Linear, gate_up_proj.
+        biased: True if every Linear has a bias; otherwise none has.
+        scales_inputs: True if the routing weight multiplies the expert's input instead of its output.
+        apart: True if transformers has gate, up and down in three matrices, ``mlp.w1``, ``mlp.v1`` and ``mlp.w2``,
+            ``[E * I, H]`` each (DBRX).
     """
 
     num_experts: int
@@ -163,7 +164,8 @@ class Experts(NamedTuple):
 
     @property
     def stacks(self) -> Stacks:
-        """Map each stack's name to the shape ``(out, in)`` of one Linear of an expert, and the Linears' names."""
+        """Map the name of each stack (the weights of all experts in one 3-D tensor) to the shape ``(out, in)`` of each
+        of its Linears, and the names of an expert's Linears in it."""
         h, i = self.hidden_dim, self.intermediate_dim
         first: Stacks = {"gate_up_proj": ((i, h), ("gate_proj", "up_proj"))}
         if self.interleaved:
@@ -173,7 +175,7 @@ class Experts(NamedTuple):
         return first | {"down_proj": ((h, i), ("down_proj",))}
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Shapes of the stacks, by name."""
+        """Return the shapes ``(E, out, in)`` of the stacks, by name; ``out`` sums over an expert's Linears."""
         return {
             name: (self.num_experts, len(projections) * rows, columns)
             for name, ((rows, columns), projections) in self.stacks.items()
@@ -181,21 +183,21 @@ class Experts(NamedTuple):
 
     @property
     def held(self) -> tuple[_Held, ...]:
-        """Parameters of transformers' module, and the stacks that contain their values."""
+        """Weights of transformers' module, each with the stack that contains its values here."""
         if self.apart:
             gate_up = [_Held(f"mlp.{name}", "gate_up_proj", (f"{to}_proj",), False, True) for name, to in _DBRX]
             return (*gate_up, _Held("mlp.w2", "down_proj", ("down_proj",), True, True))
         return tuple(_Held(name, name, projections, self.transposed) for name, (_, projections) in self.stacks.items())
 
     def shape_of(self, held: _Held) -> tuple[int, ...]:
-        """Return the shape of a parameter of transformers."""
+        """Return the shape that the parameter ``held`` has in transformers' module."""
         (rows, columns), _ = self.stacks[held.stack]
         rows *= len(held.projections)
         matrix = (columns, rows) if held.turned else (rows, columns)
         return (self.num_experts * matrix[0], matrix[1]) if held.flat else (self.num_experts, *matrix)
 
     def biases(self) -> dict[str, tuple[int, int]]:
-        """Shapes ``(E, out)`` of the biases, by name; the same as in transformers."""
+        """Return the shapes ``(E, out)`` of the biases, by name, as in transformers; empty without biases."""
         return {f"{name}_bias": shape[:2] for name, shape in self.shapes().items()} if self.biased else {}
 
     def inner(self, first: Tensor) -> Tensor:
@@ -220,10 +222,10 @@ class ExpertMLPs(nn.Module):
     the matrix products have the same bits).
 
     Attributes:
-        of: sizes and function.
-        biases: the biases of all experts, with the shapes of ``of.biases``.
-        routers: names, in the model, of the modules and parameters that choose experts.
-        replaces: name of transformers' class.
+        of: sizes and function of the experts.
+        biases: the biases of all experts, with the names and shapes of ``of.biases``.
+        routers: names, in the model, of the modules and parameters that choose among these experts.
+        replaces: name of transformers' class that this module replaces.
     """
 
     routers: tuple[str, ...] = ()
@@ -237,7 +239,7 @@ class ExpertMLPs(nn.Module):
             self.register_parameter(name, bias)
 
     def computed(self, rows: Tensor, where: ExpertRows) -> Tensor:
-        """Compute the experts' outputs [K T, H] for all rows [K T, H], each by its own expert."""
+        """Compute the outputs [K T, H] of all ``rows`` [K T, H]: each row by its expert in ``where``."""
         raise NotImplementedError
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -247,7 +249,7 @@ class ExpertMLPs(nn.Module):
         Args:
             hidden_states: ``[T, H]``, or with more dimensions in place of T.
             top_k_index: [T, K] integers in [0, E]; E means no expert, and is computed as a choice with a weight of 0.
-            top_k_weights: [T, K].
+            top_k_weights: [T, K], routing weight of each choice.
         """
         shape, hidden_states = hidden_states.shape, hidden_states.reshape(-1, hidden_states.shape[-1])
         # "None" becomes the last expert with a weight of 0: dropping rows would make the host wait for their number.
@@ -273,8 +275,8 @@ class StackedMLPs(ExpertMLPs):
             self.add_module(name, StackedLinear(weight, shape, of.stacks[name][1]))
 
     def computed(self, rows: Tensor, where: ExpertRows) -> Tensor:
-        """Compute the outputs [K T, H] of the experts of all rows [K T, H]; with a grouped GEMM, GPU and host are not
-        synchronized."""
+        """Compute the outputs [K T, H] of all rows [K T, H], each by its own expert. Without a grouped GEMM
+        (:mod:`quant.gemm`), GPU and host synchronize."""
         first, second = self.of.stacks
         return self._linear(second, self.of.inner(self._linear(first, rows, where)), where)
 
@@ -299,8 +301,8 @@ class ExpertMLP(nn.Module):
                 self.add_module(projection, nn.Linear(columns, rows, bias=False))
 
     def forward(self, rows: Tensor, of: Experts, biases: Sequence[Tensor]) -> Tensor:
-        """Compute the expert's output [rows, H] for its rows [rows, H]. ``biases`` are those of gate/up and of
-        down_proj, or empty."""
+        """Compute the expert's output [rows, H] for its rows [rows, H], with the function of ``of``. ``biases`` are
+        this expert's for gate and up (concatenated) and for down_proj, or empty."""
         *first, down_proj = self.children()
         if of.has_gate and of.gated is None and not biases:
             gate, up = first
@@ -325,8 +327,8 @@ class PerExpertMLPs(ExpertMLPs):
             yield self.get_submodule(str(expert))  # type: ignore[misc]
 
     def computed(self, rows: Tensor, where: ExpertRows) -> Tensor:
-        """Compute the outputs [K T, H] of the experts of all rows [K T, H]. GPU and host synchronize once, for the row
-        counts."""
+        """Compute the outputs [K T, H] of all rows [K T, H], each by its own expert. GPU and host synchronize once, for
+        the row counts."""
         counts = where.offsets.diff(prepend=where.offsets.new_zeros(1)).tolist()
         whole = [getattr(self, name) for name in self.of.biases()]
         biases = zip(*(bias.unbind() for bias in whole), strict=True) if whole else [()] * self.num_experts

@@ -27,17 +27,18 @@ def choose_initial_codes(
     *,
     tuned_rows: int | None = None,
 ) -> None:
-    """Choose codes and scales of the weights of ``model`` from samples, and write both into the model; a collective,
-    before ``deepspeed.initialize``. Quantized layers outside the decoder layers (lm_head, embeddings) and layers that
-    the samples do not reach keep their nearest codes. The model is in training mode afterwards.
+    """Choose codes and scales of the weights of ``model`` from samples, and write both into the model; a collective.
+    Call it before ``deepspeed.initialize``. Quantized layers outside the decoder layers (lm_head, embeddings) and
+    layers that the samples do not reach keep their weights, which are rounded to nearest. The model is in training mode
+    afterwards.
 
     Args:
         model, quantization: the quantized model; weights and their scales are loaded.
         samples: batches of equal-length samples, the same number on every rank: ``input_ids [n, T]``, and True if the
-            batch counts; False marks a batch that only keeps this rank in step with the others.
-        device: device of the samples.
-        tuned_rows: samples per rank and step for tuning each decoder layer, rounded up to whole batches; None for GPTQ
-            without tuning.
+            batch counts; False marks a batch without effect that lets this rank run as many batches as the others.
+        device: device on which the model runs the samples.
+        tuned_rows: samples per rank and step for training each decoder layer after GPTQ
+            (:mod:`model.ptq_init.blockwise`), rounded up to whole batches; None for GPTQ only.
 
     Raises:
         RankError: on every rank: the model has no decoder layers, or they do not run once each, one after the other;

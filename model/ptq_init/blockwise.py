@@ -38,7 +38,13 @@ BETAS = (0.9, 0.95)
 @dataclass
 class LayerErrors:
     """Squared errors of decoder layers' outputs relative to the squared outputs, per token: sums over layers and all
-    ranks' tokens."""
+    ranks' tokens.
+
+    Attributes:
+        before, after: errors before and after the training of each layer.
+        tokens: number of tokens, counted once per layer.
+        kept: number of layers that were restored, as training did not help.
+    """
 
     before: float = 0.0
     after: float = 0.0
@@ -46,14 +52,14 @@ class LayerErrors:
     kept: int = 0
 
     def text(self) -> str:
-        """Format the errors for the log."""
+        """Format the mean errors per token for the log."""
         tokens = max(self.tokens, 1.0)
         kept = f", {self.kept} of them left as they were" if self.kept else ""
         return f"of decoder layers {self.after / tokens:.3g}, before they were tuned {self.before / tokens:.3g}{kept}"
 
 
 def own_weights(quantization: Quantization, name: str) -> dict[nn.Parameter, Tensor]:
-    """Copy this rank's elements of the quantized weights in a decoder layer, flat."""
+    """Copy this rank's elements, flat, of each quantized weight in the decoder layer called ``name``."""
     weights = [layer.weight for one, layer in quantization.layers.items() if one.startswith(f"{name}.")]
     return {weight: local_data(weight).clone() for weight in weights}
 
@@ -71,18 +77,18 @@ def tune(
     progress: Callable[[], object],
 ) -> None:
     """Train the quantized weights of a decoder layer, and their scales if these are learned; a collective. If the
-    summed error of the samples does not decrease, everything is restored. Scales of integers end up in s0, with theta
-    0; scales of float formats keep a theta.
+    summed error of the samples does not decrease, weights and scales are restored. Trained scales of integer formats
+    are written to s0, with theta 0; those of float formats keep their s0 and the trained theta.
 
     Args:
-        quantization: the model's quantized layers; fake quantization is on in this layer, and final in the layers
-            before.
+        quantization: the model's quantized layers. Those of this decoder layer must be fake-quantized, and the decoder
+            layers before it must be finished.
         block, name: the decoder layer.
-        samples: inputs of the decoder layer.
-        targets: unquantized output of the layer for each batch of samples, ``[n, T, H]``.
+        samples: inputs of the decoder layer, from the quantized layers before it.
+        targets: output of the original model's layer for each batch of samples, ``[n, T, H]``.
         originals: result of :func:`own_weights` before any codes were chosen.
         rows: samples per step and rank, rounded up to whole batches.
-        errors: accumulates the errors of this layer.
+        errors: the errors of this layer are added to it.
         progress: called after each step.
     """
     layers = {one: layer for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
@@ -120,7 +126,8 @@ class _Order:
         self._random = random.Random(0)
 
     def take(self, rows: int) -> list[int]:
-        """Return the indices of the next batches with at least ``rows`` samples, or with all if there are fewer."""
+        """Take the next batches of the sequence until they have at least ``rows`` samples (or as many as one epoch, if
+        that has fewer), and return their indices."""
         taken: list[int] = []
         wanted = min(rows, sum(self._sizes))
         while wanted > 0:
@@ -156,14 +163,15 @@ class _Tuned:
         self._adam = torch.optim.Adam([{"params": [one], "lr": rate} for one, rate in masters], betas=BETAS)
 
     def show_scales(self) -> None:
-        """Copy the scales' fp32 masters into the gathered Parameters, which a gather fills with outdated values."""
+        """Copy the fp32 masters of the thetas into the gathered Parameters: each gather fills these with the values
+        from before training."""
         for theta, value in zip(self._thetas, self._values, strict=True):
             theta.detach().copy_(value)
         self._forget()
 
     def step(self, gradients: Sequence[Tensor], share: float) -> None:
-        """Run one Adam step with the summed gradients (whole tensors), at ``share`` of the learning rates; call it
-        outside of a gather."""
+        """Run one Adam step with ``gradients``, whole and summed over ranks, at ``share`` (0 to 1) of the learning
+        rates; call it outside of a gather."""
         of_weights, of_scales = gradients[: len(self._weights)], gradients[len(self._weights) :]
         for master, gradient, own in zip(self._masters, of_weights, self._own, strict=True):
             master.grad = gradient.flatten()[own].to(master.device)
@@ -175,7 +183,8 @@ class _Tuned:
         self._write(self._masters)
 
     def settle(self, quantization: Quantization, originals: Mapping[nn.Parameter, Tensor]) -> None:
-        """Keep the result: move each weight into the rounding bin of its code; write the scales of integers to s0."""
+        """Write the final values: each weight returns to its element of ``originals`` if that rounds to the trained
+        code, otherwise it gets the code's value; scales of integer formats are written to s0."""
         integers = {one: layer for one, layer in self._layers.items() if layer.scheme.weights.dtype == "int"}
         read = [parameter for layer in self._layers.values() for parameter in layer.parameters(recurse=False)]
         with gathered(dict.fromkeys(read)):
@@ -192,7 +201,7 @@ class _Tuned:
         self._forget()
 
     def put_back(self) -> None:
-        """Restore the values from before training."""
+        """Restore weights and scales from before training."""
         self._end(self._first, self._first_thetas)
 
     def _write(self, weights: Sequence[Tensor]) -> None:

@@ -26,7 +26,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a decoder layer,
 
 
 class Stop(Exception):
-    """Raised to end a forward early."""
+    """Exception that ends a forward early."""
 
 
 @dataclass
@@ -46,18 +46,20 @@ class LayerSamples:
     inputs: list[dict[str, Inputs]] = field(default_factory=list)
 
     def run(self, block: nn.Module, name: str, index: int, hidden: Tensor) -> Tensor:
-        """Run a gathered decoder layer on the hidden states ``[n, T, H]`` of batch ``index``."""
+        """Run a gathered decoder layer on ``hidden [n, T, H]`` with the other arguments of batch ``index``, and return
+        its output ``[n, T, H]``."""
         args, kwargs = self.inputs[index][name]
         return _first(block(hidden, *args, **kwargs))
 
     def advance(self, block: nn.Module, name: str, hidden: list[Tensor]) -> None:
-        """Replace the hidden states of all samples by a decoder layer's output; a collective."""
+        """Replace each batch in ``hidden``, in place, by the output of the decoder layer for it; a collective."""
         with gathered(block.parameters()):
             for index, before in enumerate(hidden):
                 hidden[index] = self.run(block, name, index, before)
 
     def leave(self, block: nn.Module, name: str) -> None:
-        """Advance to the next decoder layer, and free the other arguments of this one; a collective."""
+        """Replace ``self.hidden`` by the output of this decoder layer, the input of the next one, and free this layer's
+        other arguments; a collective."""
         self.advance(block, name, self.hidden)
         for inputs in self.inputs:
             del inputs[name]
@@ -80,8 +82,8 @@ def record(
     model: nn.Module, blocks: dict[str, nn.Module], samples: Sequence[tuple[Tensor, bool]], device: torch.device
 ) -> LayerSamples:
     """Run samples through a model, with one of its decoder layers ``blocks`` gathered at a time, and record the layers'
-    inputs; a collective. Each sample batch is ``input_ids [n, T]`` and True, or False if it does not count. Raises
-    RankError on every rank if decoder layers do not run once each, one after the other."""
+    inputs; a collective. Each batch in ``samples`` is ``input_ids [n, T]``, and False if it is only run, not recorded.
+    Raises RankError on every rank if decoder layers do not run once each, one after the other."""
     found, problems = LayerSamples(), dict[str, None]()
     names = {module: name for name, module in blocks.items()}
     inside = {id(parameter) for module in blocks.values() for parameter in module.parameters()}
@@ -139,10 +141,10 @@ def _first(output: Any) -> Tensor:
 
 
 def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: LayerSamples) -> None:
-    """Measure and write input scales of a decoder layer's Linears, from the largest magnitudes of the samples; a
-    collective. Only scales that are stored and not yet set (by ``quant.initial_input_scale``) are measured; calibration
-    measures them again before training. No observer may be active. Raises RankError on every rank if inputs have NaN or
-    Inf."""
+    """Measure the input scales of a decoder layer's Linears from the inputs' largest magnitudes over all samples, and
+    write them; a collective. Only stored scales (NVFP4: the global scale) without a value from
+    ``quant.initial_input_scale`` are measured; calibration measures them again before training. No observer may be
+    active. Raises RankError on every rank if inputs have NaN or Inf."""
     there = input_scales(quantization)
     groups = [
         group

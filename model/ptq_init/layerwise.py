@@ -50,7 +50,7 @@ class CodeErrors:
     partitioned: bool = False
 
     def text(self) -> str:
-        """Format the relative errors over all ranks (an all-reduce if rows are sharded)."""
+        """Format the relative errors over all ranks; a collective if ``partitioned``."""
         sums = torch.tensor([self.nearest, self.chosen, self.squares], dtype=torch.float64)
         nearest, chosen, squares = (reduce_over_ranks(sums) if self.partitioned else sums).tolist()
         squares = max(squares, 1e-300)
@@ -60,14 +60,14 @@ class CodeErrors:
 def choose_codes(
     model: nn.Module, quantization: Quantization, block: nn.Module, name: str, samples: LayerSamples, errors: CodeErrors
 ) -> Iterator[list[str]]:
-    """Choose the codes and scales of a decoder layer, some Linears at a time, and yield their names; a collective.
+    """Choose the codes and scales of a decoder layer, some Linears at a time, write them, and yield the names of these
+    Linears; a collective. The caller must fake-quantize the yielded Linears before it requests the next ones.
 
     Args:
         model, quantization: the quantized model.
         block, name: the decoder layer.
-        samples: the decoder layer's inputs. The caller must fake-quantize the yielded Linears before it takes the next
-            ones.
-        errors: accumulates the errors of these layers.
+        samples: the decoder layer's inputs.
+        errors: the errors of these Linears are added to it.
 
     Raises:
         RankError: on every rank: inputs have NaN or Inf, or the model's dtype cannot represent all values of the codes.
@@ -79,8 +79,8 @@ def choose_codes(
 
 
 def quantized_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
-    """Yield the sets of Linears in a decoder layer that are quantized together, in module order: Linears with the same
-    input, and, if experts are separate modules, the same Linear of all experts."""
+    """Yield, in module order, which Linears of the decoder layer ``name`` are quantized together: one set of Linears
+    with the same input, or, if experts are separate modules, the corresponding set of every expert."""
     schemes = {one: layer.scheme for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
     steps: dict[str, Sets] = defaultdict(list)
     for names in fused_sets(schemes, dict(model.named_modules()), across_experts=False):
@@ -231,5 +231,5 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
 
 
 def quantizes_inputs(layer: QuantLayer) -> bool:
-    """Return True if GPTQ quantizes the layer's inputs: its scheme quantizes them, and stores no scale for that."""
+    """Return True if GPTQ sees the layer's inputs quantized: the scheme quantizes them with dynamic scales only."""
     return layer.scheme.activations is not None and layer.scheme.stored_input is None

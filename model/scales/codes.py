@@ -42,8 +42,9 @@ class FileWeight(NamedTuple):
     """Weight of one Linear in a checkpoint.
 
     Attributes:
-        tensor: its codes, or its values if it is not quantized.
-        scale, zero: effective scale and zero points (or None) in the file, fp32 in the scheme's shape.
+        tensor: the weight's codes, or its values if the file has them unquantized beside the scale.
+        scale, zero: scale in the file (divided by the global scale, if there is one) and zero points (or None), fp32 in
+            the scheme's shape.
     """
 
     tensor: DiskTensor
@@ -54,8 +55,9 @@ class FileWeight(NamedTuple):
 def file_weight(
     name: str, part: LinearPart, spec: TensorSpec, tensors: Mapping[str, DiskTensor], scale: Tensor, zero: Tensor | None
 ) -> FileWeight | None:
-    """Find the codes (or plain values) of the Linear called ``name`` on disk; None if the files only have scales.
-    Raises ValueError if the tensor does not have the dtype or the size of codes of ``spec``."""
+    """Find the codes (or plain values) of the Linear ``part``, called ``name`` on disk, in ``tensors``, the headers by
+    key, and join them with its ``scale`` and ``zero`` from the files; None if the files only have scales. Raises
+    ValueError if the tensor does not have the dtype or the size of codes of ``spec``."""
     found = tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight")
     if found is None:
         return None
@@ -91,15 +93,15 @@ def count_of_sums(part: LinearPart, spec: TensorSpec) -> int:
 def local_products(
     file: FileWeight, part: LinearPart, spec: TensorSpec, local: Tensor, start: int, rows: int, reader: Reader
 ) -> Tensor:
-    """Sum products of loaded, rounded and decoded weights over this rank's part of a Linear, to be added over ranks:
-    fp64 [n] on the CPU. :func:`add_products` lists the sums.
+    """Sum products of loaded, rounded and decoded weights over this rank's elements of a Linear: fp64 ``[n]`` on the
+    CPU, to be added over ranks. :func:`add_products` lists the sums.
 
     Args:
         file, part: weight of the Linear in the file, and the Linear as a slice of its layer.
         spec: quantization of the layer.
         local: this rank's range of the layer's weight, flat.
         start: first element of the range in the row-major weight.
-        rows: rows of one expert of a stack, or of the weight.
+        rows: number of rows of one expert's weight in a stack; otherwise of the layer's weight.
         reader: reader of the files.
     """
     size = part.in_features
@@ -142,15 +144,15 @@ class Values(NamedTuple):
 
 
 def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, inside: slice, values: Values) -> None:
-    """Add the products of some rows of a Linear to ``sums``.
+    """Add the products of some rows of a Linear to ``sums``, in place.
 
     Args:
         sums: totals of w w, w d, (w - r)^2 and (w - d)^2, with weight w, rounded weight r and decoded weight d; then
             for each scale the sums of w w, w d and d d without clipped weights, and with zero points also the sums of
             w, d and 1.
         part, spec: the Linear, and its quantization.
-        row: the first row.
-        inside: range of the flattened elements that count; rows may begin or end on another rank.
+        row: index in the Linear of the first of these rows.
+        inside: range of the flattened rows' elements that this rank has; rows may begin or end on another rank.
         values: values of these rows.
     """
     beside = torch.ones_like(values.fits)
@@ -183,8 +185,8 @@ def _scales_of(part: LinearPart, spec: TensorSpec) -> tuple[int, int]:
 
 
 def other_weights(sums: Tensor, spec: TensorSpec) -> str | None:
-    """Return the reason why codes do not belong to the loaded weight, from the sums over all ranks; None if they
-    may."""
+    """Return the reason why the codes in the files do not belong to the loaded weight; None if they may. ``sums`` are
+    those of :func:`local_products`, added over all ranks."""
     squares, product, rounding, distance = sums[:_TOTALS].tolist()
     if squares == 0:
         return "model.path has zeros where the codes are of other weights" if distance > 0 else None

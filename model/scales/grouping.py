@@ -101,7 +101,7 @@ def scale_files(directory: Path) -> list[Path]:
 
 
 def input_ending(scheme: Scheme) -> str:
-    """Return the suffix of an input scale's key in a file of this scheme."""
+    """Return the suffix, after the Linear's name, of the key of an input scale in files of this scheme."""
     return INPUT_SCALE if scheme.stored_input is None else f".{input_suffix(scheme.stored_input)}"
 
 
@@ -125,7 +125,8 @@ def _add(found: dict[str, Tensor], key: str, value: Tensor, path: Path) -> None:
 
 
 def cache_keys(model: PreTrainedModel, name: str) -> list[str]:
-    """List possible keys of the scale of ``name``, a quantizer of keys or values; the first is used for writing."""
+    """List the possible keys of a KV cache scale in files; the first is used for writing. ``name`` is the name of the
+    quantizer of keys or values in the model, ``<attention>.k_cache`` or ``<attention>.v_cache``."""
     attention, _, kind = name.rpartition(".")
     return [module_name_on_disk(model, attention) + ending for ending in CACHE_SCALES[kind]]
 
@@ -136,8 +137,9 @@ class ZeroPoints:
 
     Attributes:
         key: their key in the files.
-        values: one per scale, or a tensor of a wrong shape as found in the files; None if the files have none.
-        shape, packed_shape: the allowed shapes: unpacked, and packed into int32.
+        values: zero points, unpacked, one per scale; as found in the files if their shape there is not an allowed one;
+            None if the files have none.
+        shape, packed_shape: the two allowed shapes in the files: unpacked, and packed into int32.
     """
 
     key: str
@@ -152,8 +154,8 @@ class StoredScale:
 
     Attributes:
         key: its key in the files.
-        value: fp32 factor of codes; a global scale is kept as stored.
-        shape: required shape, ignoring dimensions of size 1.
+        value: fp32 factor of codes (with a global scale: divided by it); a global scale itself is kept as stored.
+        shape: shape that the value must have, ignoring dimensions of size 1.
         zero_points: its zero points, if the scheme has any.
     """
 
@@ -169,11 +171,12 @@ class GroupScale:
 
     Attributes:
         group: the group.
-        layers: scales in the files for each member of the group that has any, in module order; empty if the group's
-            scale is measured or set otherwise.
+        layers: a list of scales in the files for each member of the group that has any, in module order; empty if the
+            group's scale comes from elsewhere (measured, or the recipe's initial value).
         projections: number of Linears per expert in the group's layer, a stack of experts; 0 if the group's layers are
             no stacks, or have one scale for all experts.
-        smallest: take the smallest of several scales; otherwise the largest, as engines do when they fuse layers.
+        smallest: True if the smallest of several scales is taken; False for the largest, which inference engines take
+            when they fuse layers.
     """
 
     group: ScaleGroup
@@ -182,8 +185,8 @@ class GroupScale:
     smallest: bool = False
 
     def value(self) -> Tensor:
-        """Compute the group's scale from the checked scales in the files: fp32 in the group's scale shape (``[2, ...]``
-        with zero points)."""
+        """Compute the group's scale from the checked scales in the files: fp32 in the shape of the group's s0; with
+        zero points ``[2, *shape]``: scales, then zero points. ``layers`` must not be empty."""
         shape = full_shape(self.group.s0)
         scales = self._one(torch.stack([self._of_layer(stored, shape) for stored in self.layers]), 0)
         if self.group.zero is None:
@@ -209,11 +212,11 @@ class ArrangedScales:
     """Scales of a checkpoint by the groups of a model.
 
     Attributes:
-        weights, globals, inputs: every scale group of the model; its ``layers`` are empty if the files have no scale
-            for it.
-        expected: possible keys of scales of the model's layers.
-        unused: keys of scales of layers that are not quantized in the model.
-        linears: Linears of each layer, by the layer's name.
+        weights, globals, inputs: all scale groups of the model's weights, global scales and inputs (with keys and
+            values); ``layers`` of a group are empty if the files have no scale, or not all scales, for it.
+        expected: all keys that scales of the model's quantized layers and KV cache may have.
+        unused: keys in the files of scales of layers that are not quantized in the model.
+        linears: Linears of each quantized layer, by the layer's name and then by name on disk.
         caches: True if the files have scales of keys or values that the model quantizes.
     """
 
@@ -229,9 +232,10 @@ class ArrangedScales:
 def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredScales) -> ArrangedScales:
     """Assign the stored scales to the scale groups of ``quantization``, without checks.
 
-    A group of weights needs the scale of every Linear. A group of inputs needs the scale of only one Linear: q, k and v
-    read one tensor, and an expert that calibration never reached has no scale. If layers of a group have different
-    global scales, the smallest is taken, so that no scale of these layers exceeds the range of e4m3.
+    A group of weights needs the scale of every Linear; if one is missing, the group gets none. A group of inputs needs
+    the scale of only one Linear: q, k and v read one tensor, and an expert that calibration never reached has no scale.
+    If layers of a group have different global scales, the smallest is taken, so that no scale of these layers exceeds
+    the range of e4m3.
     """
     linears: dict[str, LinearParts] = {
         name: {module_name_on_disk(model, part.name): part for part in linears_of(name, layer)}

@@ -31,17 +31,19 @@ from quant.spec import FP8_TENSOR, TensorSpec
 
 
 def renew_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> None:
-    """Measure the current weights and write their scales, including global scales, of all groups or of ``owners``; a
-    collective. Raises RankError, naming the layers, if a weight has NaN or Inf."""
+    """Measure the scales of the current weights, including global scales, and write them into the model; a collective.
+    ``owners``: owners of the groups to renew, all by default. Raises RankError, naming the layers, if a weight has NaN
+    or Inf."""
     write_scales(quantization.weight_groups, measure_weight_scales(quantization, owners))
     if quantization.global_groups:
         write_scales(quantization.global_groups, measure_global_scales(quantization, owners))
 
 
 def follow_weights(quantization: Quantization) -> None:
-    """Set every weight's s0 to the absmax scale of the current weight, ignoring theta, and its zero points and global
-    scale accordingly; a collective. With a learned theta, ``exp(theta)`` is then the fraction of the range that is
-    kept: learnable weight clipping (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid instead)."""
+    """Set every weight's s0 to the absmax scale of the current weight, ignoring theta, and the zero points and global
+    scales to those of the current weights; a collective. With a learned theta, ``exp(theta)`` is then the fraction of
+    the range that is kept: learnable weight clipping (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid
+    instead)."""
     for bucket in scale_buckets(quantization.weight_groups):
         stats = _bucket_stats(quantization, bucket)
         written = [p for group in bucket for p in (group.s0, group.zero) if p is not None]
@@ -55,14 +57,14 @@ def follow_weights(quantization: Quantization) -> None:
 def measure_weight_scales(
     quantization: Quantization, owners: set[str] | None = None, ranges: Ranges | None = None
 ) -> dict[str, Tensor]:
-    """Measure initial scales from the current weights. A collective.
+    """Measure scales of the current weights, without writing them. A collective.
 
     Layers that are fused in serving (q, k, v) form a scale group, and one of them, its owner, has the scale.
 
     Args:
         quantization: returned by ``quant.replace_layers``.
         owners: names of the owners whose groups are measured; all by default.
-        ranges: method to choose scales; ``quantization.ranges`` by default.
+        ranges: how scales are chosen (absmax or search, signed or not); ``quantization.ranges`` by default.
 
     Returns:
         Scales by owner, fp32 in the scale's shape, equal on every rank, for :func:`write_scales`. With zero points
@@ -105,9 +107,9 @@ def _bucket_stats(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> l
 
 
 def measure_global_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
-    """Measure NVFP4's global scales, one for each set of layers that serving fuses, by owner; a collective. ``owners``
-    limits this to sets that contain one of these layers. With ``448 * 6 / absmax``, as compressed-tensors stores it,
-    the largest scale of a group becomes 448."""
+    """Measure NVFP4's global scales, without writing them: one for each set of layers that serving fuses, by owner of
+    the set; a collective. ``owners`` limits this to sets that contain one of these layers. A global scale is
+    ``448 * 6 / absmax``, as compressed-tensors stores it, so that the largest scale of a group of elements is 448."""
     groups = [g for g in quantization.global_groups if owners is None or not owners.isdisjoint(g.members)]
     if not groups:
         return {}
@@ -147,7 +149,8 @@ BUCKET_ELEMENTS = 16 * 2**20
 
 
 def scale_buckets(groups: Sequence[ScaleGroup]) -> Iterator[list[ScaleGroup]]:
-    """Split groups into lists of at most ``BUCKET_ELEMENTS`` scales, one collective each, to bound memory."""
+    """Split scale groups into lists with at most ``BUCKET_ELEMENTS`` scales in total (or a single larger group), to
+    bound the memory of one collective per list."""
     return batches(groups, lambda group: full_numel(group.s0), BUCKET_ELEMENTS)
 
 
@@ -163,15 +166,15 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
             the values of rank 0 are used, but every rank must pass the same owners.
 
     Raises:
-        ValueError: a scale or zero point is invalid or misshapen; nothing is written.
+        ValueError: a scale or zero point is invalid or misshapen (:func:`check_values`); nothing is written.
     """
     check_values(groups, values)
     fill_scales(groups, values)
 
 
 def fill_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Set each group's scale to ``values[group.owner]``, already checked: ``s0 = value / exp(theta)``; a collective.
-    :func:`write_scales` describes the arguments."""
+    """Do the same as :func:`write_scales`, which describes the arguments, for values that are checked already; a
+    collective."""
     chosen = [group for group in groups if group.owner in values]
     for bucket in scale_buckets(chosen):
         with gathered([p for group in bucket for p in group.parameters], modifier_rank=0), torch.no_grad():
@@ -181,8 +184,8 @@ def fill_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> N
 
 
 def write_zero_points(group: ScaleGroup, value: Tensor) -> Tensor:
-    """Write the zero points in ``value [2, ...]`` of a gathered group, if it has any; returns the scales in
-    ``value``."""
+    """Write the zero points ``value[1]`` into a gathered scale group, and return the scales ``value[0]``; without zero
+    points return ``value``."""
     if group.zero is None:
         return value
     group.zero.copy_(value[1])
@@ -190,8 +193,9 @@ def write_zero_points(group: ScaleGroup, value: Tensor) -> Tensor:
 
 
 def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Check measured or given scales, by owner of the scale group. Raises ValueError if a scale is not finite and
-    positive (for integer weights: is 0 or not finite), a zero point is out of range, or a shape is wrong."""
+    """Check scales ``values``, by owner of the scale group; groups without a value are ignored. Raises ValueError if a
+    scale is not finite and positive (for symmetric integer weights, which may have signed scales: 0 or not finite), a
+    zero point is not a code, or a shape is wrong."""
     for group in groups:
         if group.owner not in values:
             continue
@@ -207,7 +211,8 @@ def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
 
 
 def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGroup) -> None:
-    """Raise ValueError if ``value`` cannot be a scale of the group, or has another shape, except for sides of 1."""
+    """Raise ValueError, beginning with ``name``, if ``value`` cannot be a scale of the group, or if its shape is not
+    ``shape``, ignoring dimensions of size 1."""
     # The same number of elements in another order of dimensions would be scales of other weights.
     if [side for side in value.shape if side != 1] != [side for side in shape if side != 1]:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {shape} for the layer's scheme")
@@ -217,13 +222,14 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGr
 
 
 def check_zero_points(name: str, zero: Tensor, spec: TensorSpec) -> None:
-    """Raise ValueError, naming the weight's scale ``name``, if zero points are no codes of ``spec``."""
+    """Raise ValueError if zero points are no codes of ``spec``; ``name`` is the name of their scale for the error."""
     if problem := bad_zero_points(zero.float(), spec):
         raise ValueError(f"the zero point beside {name} {problem}")
 
 
 def release_scales(engine: deepspeed.DeepSpeedEngine, quantization: Quantization) -> None:
-    """Let ZeRO-3 gather scales and adapters together with the next weights, instead of separately after every step."""
+    """Make ZeRO-3 gather scales and adapters when they are used, in one collective with weights, instead of each in its
+    own collective after every step (:func:`model.zero.release`)."""
     release(
         engine,
         (
@@ -244,13 +250,13 @@ class WeightStatistics:
     error: float
     """Squared quantization error over the squared weights."""
     scale: float
-    """Geometric mean of the magnitudes of the effective scales."""
+    """Geometric mean of the magnitudes of the scales that the forward uses."""
 
 
 def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]:
-    """Compute the statistics of every layer's weight, by the layer's name; a collective. Every rank uses its own
-    partition, with the scales of the forward, which are gathered. Adapters that are merged into a packed weight are
-    left out: only the forward has the sum."""
+    """Compute the statistics of the layers' weights, by the layer's name; a collective. Every rank uses its own
+    partition of a weight, with the scales of the forward, which are gathered. Scale groups with a packed weight into
+    which an adapter is merged are left out: only the forward has the sum of the two. Empty if no group is left."""
     groups = [
         group
         for group in quantization.weight_groups
@@ -287,7 +293,8 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
 
 
 def input_scales(quantization: Quantization) -> dict[str, float]:
-    """Return every effective input scale, by owner of its scale group; a collective under ZeRO-3."""
+    """Return every stored scale of inputs, keys and values as the forward uses it, theta included, by owner of its
+    scale group; NaN if it is not set yet. A collective under ZeRO-3."""
     groups, modules = quantization.input_groups, quantization.modules
     found = {}
     for bucket in scale_buckets(groups):

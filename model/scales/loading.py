@@ -80,15 +80,16 @@ class Source(NamedTuple):
     kv_problem: str | None = None
 
     def scheme(self, names: Iterable[str]) -> Scheme | None:
-        """Return the scheme of a Linear that has these ``names``; None if it is not quantized."""
+        """Return the scheme of one Linear, which a rule may call by any of ``names`` (on disk, in the model); None if
+        it is not quantized."""
         spellings = list(names)
         rule = next((rule for rule in self.rules if any(rule.matches(name, 0) for name in spellings)), None)
         return None if rule is None else rule.scheme
 
 
 def read_source(directory: Path) -> Source | None:
-    """Read the configuration of a directory with scales; None if it has none. Raises ValueError if a file is no JSON
-    object, the method is not supported, or no scheme of this project has its numerics."""
+    """Read the quantization's configuration in a directory with scales; None if there is none. Raises ValueError if a
+    file is no JSON object, the method is not supported, or no scheme of this project has the method's numerics."""
     if not any((directory / name).is_file() for name in (CONFIG, MODELOPT_FILE)):
         return None
     config = find_quantization_config(directory)
@@ -111,11 +112,11 @@ def check_source(
     quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales, source: Source, caches: bool
 ) -> None:
     """Compare the scheme of every layer with the scheme for which its scales were made. Raises ValueError if they
-    differ.
+    differ, or if ``caches`` is True and ``source`` has a problem with the KV cache.
 
     Args:
         quantization: the layers, with their schemes.
-        linears: Linears of each layer by name on disk.
+        linears: Linears of each layer, by the layer's name and then by name on disk.
         stored, source: scales and configuration of the directory.
         caches: True if the directory has scales of keys and values that the model uses.
     """
@@ -161,11 +162,11 @@ class ScaleReport:
         weights_loaded, inputs_loaded: owners of groups whose scale was in a file.
         weights_measured: owners whose scale was in no file, and was measured from the weights.
         inputs_initial: owners whose scale was in no file, and was set to the recipe's initial value.
-        inputs_missing: owners whose scale is still to be calibrated.
+        inputs_missing: owners whose scale was in no file, and is still to be calibrated.
         unused: keys of those scales in the files whose layers the model does not quantize.
-        merged: owners of groups of weights whose layers have different scales in the files.
-        rounded: dtype of the scales of integers in the files, if the model's dtype is less precise.
-        per_head: keys of the scales of keys and values that the files have per head.
+        merged: owners of groups of weights whose layers have different scales in the files; the largest is taken.
+        rounded: dtype of the scales of integer codes in the files, if the model's dtype is less precise; else None.
+        per_head: keys of the scales of keys and values that the files have per attention head.
     """
 
     weights_loaded: list[str]
@@ -218,8 +219,8 @@ def load_scales(
     Args:
         model, quantization: the quantized model; the weights are loaded.
         directory: a directory with ``*.safetensors``.
-        initial_input_scale: value for activation scales that are in no file.
-        inputs_calibrated_later: leave activation scales that are in no file to a later calibration.
+        initial_input_scale: value for activation scales that are in no file; None to set none.
+        inputs_calibrated_later: leave activation scales that are in no file and not set to a later calibration.
 
     Raises:
         RankError: on every rank: there is no such directory; a file is damaged; a scale has another shape, is zero,
@@ -259,9 +260,10 @@ def complete(
     initial_input_scale: float | None,
     filled: Collection[str] = (),
 ) -> tuple[ScaleValues, ScaleReport]:
-    """Compute scales from those in the files, measure missing ones of weights, and set missing ones of inputs to the
-    recipe's initial value, if there is one; a collective. ``filled``: owners of groups of weights that have their
-    scales already. Raises ValueError if the initial value would be a global scale."""
+    """Compute scales from those in the files, measure those of weights that are missing there, and set those of inputs
+    that are missing there to the recipe's initial value, if there is one; a collective. Returns the values for
+    :func:`write_all`, and the report. ``filled``: owners of groups of weights whose scales are in the model already.
+    Raises ValueError if the initial value would be a global scale."""
     weights, above, inputs = (
         {scale.group.owner: scale.value() for scale in some if scale.layers}
         for some in (arranged.weights, arranged.globals, arranged.inputs)
@@ -286,7 +288,8 @@ def complete(
 
 
 def write_all(quantization: Quantization, values: ScaleValues) -> None:
-    """Write the result of :func:`complete`; a collective. Raises RankError, and writes nothing, for invalid scales."""
+    """Write the values that :func:`complete` returns into the model; a collective. Raises RankError on every rank, and
+    writes nothing, if a scale is invalid."""
     groups = (quantization.weight_groups, quantization.global_groups, quantization.input_groups)
     with errors_on_all_ranks(ValueError):
         for some, of_groups in zip(groups, values, strict=True):
@@ -393,10 +396,10 @@ _MEANING = {
 
 
 def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales) -> None:
-    """Check that no other tensor of a Linear changes the meaning of its scales.
+    """Check that no other tensor of a quantized Linear in the files changes the meaning of its scales.
 
-    Raises ValueError if the files have codes of GPTQ or AWQ (quant.start reads these), if a quantized Linear has an
-    unknown tensor beside its scales, or if its groups are not of consecutive columns.
+    Raises ValueError if the files have codes of GPTQ, AWQ or AutoRound (quant.start reads these), if a quantized Linear
+    has an unknown tensor beside its scales, or if the groups of its weight are not of consecutive columns.
     """
     for key, tensor in stored.tensors.items():
         if key.endswith(".qweight"):
@@ -467,13 +470,14 @@ class _Member:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of elements of each tensor of :meth:`local_sums`."""
+        """Number of elements of each tensor that :meth:`local_sums` returns."""
         coded = [part for part, code in zip(self.parts, self.codes, strict=True) if code is not None]
         return [3 * self.scale.numel(), *(count_of_sums(part, self.spec) for part in coded)]
 
     def local_sums(self, reader: Reader) -> list[Tensor]:
-        """Compute errors with loaded scales, squared weights, and errors with measured scales, of this rank's range,
-        then, for every Linear with codes in the files, the sums that compare codes and weights; fp64 on the CPU."""
+        """Compute, over this rank's range of the weight, one flat tensor of squared errors with the loaded scales,
+        squared weights, and squared errors with the measured scales, each per scale; then for every Linear with codes
+        in the files a tensor of the sums that compare codes and weights. All are fp64 on the CPU."""
         layer, (start, _), local = self.layer, local_range(self.layer.weight), local_data(self.layer.weight)
 
         def errors(scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -489,7 +493,8 @@ class _Member:
         return [torch.cat(both).cpu(), *products]
 
     def problems(self, sums: Tensor) -> list[str]:
-        """Describe problems of the scales, from the sums over all ranks."""
+        """Describe the problems of the scales, one text each. ``sums`` are the tensors of :meth:`local_sums`, joined
+        and added over all ranks."""
         errors, *of_codes = sums.split(self.sizes)
         error, squares, own_error = errors.view(3, *self.scale.shape)
         whole = (self.scale, self.own, error, own_error, squares)
@@ -517,13 +522,14 @@ def check_fit(
     Args:
         quantization: returned by ``quant.replace_layers``; the weights are loaded.
         loaded: scales from the files, already checked by :func:`check_stored`.
-        global_scales: their global scales, by owner of the group.
+        global_scales: global scales of these weights, by owner of the group of global scales.
         codes: weights in the files, by the key of the scale.
         directory: directory of the files, for the error.
 
     Raises:
         RankError: on every rank, naming the layers, both values, and the probable cause: scales do not fit
-            (:mod:`quant.scale`), or their codes belong to other weights (:mod:`model.scales.codes`).
+            (:mod:`quant.scale`), or their codes belong to other weights (:mod:`model.scales.codes`); or a file cannot
+            be read.
     """
     members: dict[str, list[_Member]] = _members(quantization, loaded, global_scales, codes)
     problems: list[str] = []

@@ -92,8 +92,8 @@ def _gather_together(parameters: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Copy small parameters whole, as fp32 and 1-D, to the accelerator of every rank; a collective, one for all of
-    them. Their state (gathered or not) stays, so this may run in the middle of a forward."""
+    """Return a whole copy of each small parameter, fp32 and 1-D, on the accelerator of every rank; one collective for
+    all parameters. A parameter stays gathered or partitioned, so this may run in the middle of a forward."""
     sizes = [full_numel(parameter) for parameter in parameters]
     flat = torch.zeros(sum(sizes), device=get_accelerator().current_device_name())
     shared = [is_partitioned(parameter) and not is_whole(parameter) for parameter in parameters]
@@ -111,14 +111,15 @@ def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def forward_only(module: nn.Module) -> Iterator[None]:
-    """Wrap a forward that no backward follows, of the training engine ``module``, so that later steps stay fast.
+    """Wrap a forward of the training engine ``module`` that no backward follows, so that later steps stay fast; no
+    effect on stages 0-2.
 
     DeepSpeed records during a whole step in which order parameters are used. From this trace it prefetches in few large
     collectives and keeps the parameters that backward needs first. After a forward without a backward, DeepSpeed
     assumes that no parameter is needed again. At the next backward it records a new trace, but these assumptions per
     module and position are cached forever (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later
     step then gathers module by module, and twice. So the forward's trace is dropped, unless a trace of whole steps
-    already existed, which begins with the same forward. On exit, pending prefetches for a backward that does not follow
+    already existed, which begins with the same forward. On exit, pending prefetches for the backward that will not run
     are awaited: GatheredParameters rejects parameters in flight.
     """
     offload = getattr(getattr(module, "optimizer", None), "parameter_offload", None)
@@ -135,8 +136,8 @@ def forward_only(module: nn.Module) -> Iterator[None]:
 
 
 def batches(items: Iterable[_T], size: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:
-    """Split ``items``, to be gathered, sent or written together, into consecutive lists whose sizes sum to at most
-    ``limit``. A larger item forms a list of one."""
+    """Split ``items`` into consecutive lists, to be gathered, sent or written together, in each of which ``size(item)``
+    sums to at most ``limit``. An item larger than ``limit`` forms a list of its own."""
     batch: list[_T] = []
     total = 0
     for item in items:
@@ -161,7 +162,8 @@ class ReceiveBuffer:
         self._memory: Tensor | None = None
 
     def reserve(self, batches: Sequence[Batch]) -> None:
-        """Allocate memory for these consecutive batches, so that a lack of it shows before other ranks send."""
+        """Allocate memory for these consecutive batches now, so that running out of it is an error before other ranks
+        send."""
         sizes = [sum(_aligned_sizes(_shared(batch))) for batch in batches]
         size = max((a + b for a, b in pairwise([*sizes, 0])), default=0)
         if self._memory is None or self._memory.numel() < size:
@@ -169,8 +171,8 @@ class ReceiveBuffer:
             self._memory = torch.empty(size, dtype=torch.uint8, device=get_accelerator().current_device_name())
 
     def places(self, number: int, shared: Sequence[Tensor]) -> list[Tensor]:
-        """Return, for each parameter in ``shared`` of batch ``number``, an uninitialized 1-D tensor for all ranks'
-        partitions."""
+        """Return uninitialized 1-D tensors for the partitions of all ranks, one for each parameter in ``shared``: the
+        parameters of batch ``number`` (from 0) that are split over ranks."""
         assert self._memory is not None
         sizes = _aligned_sizes(shared)
         begin = 0 if number % 2 == 0 else self._memory.numel() - sum(sizes)
@@ -196,16 +198,16 @@ def _aligned_sizes(shared: Iterable[Tensor]) -> list[int]:
 
 
 def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = None) -> Iterator[None]:
-    """Gather batches of parameters on rank 0, for reading; yields once for each batch. A collective.
+    """Gather batches of parameters on rank 0, for reading. A collective that yields on every rank once for each batch.
 
     Each rank sends its partitions to rank 0. This is faster than an all-gather, and the other ranks, where parameters
-    do not change, need no memory except for a copy of offloaded partitions. DeepSpeed is not involved. Rank 0's
-    parameters are restored when the next batch is requested. While rank 0 reads a batch, it receives the next one;
-    after the last batch nothing is in flight.
+    do not change, need no memory except for a copy of offloaded partitions. DeepSpeed is not involved. When the next
+    batch is requested, rank 0's parameters are as they were before the call. While rank 0 reads a batch, it receives
+    the next one; after the last batch nothing is in flight.
 
     Args:
-        batches: lists of parameters, partitioned and plain in any mixture, to gather together.
-        buffer: memory reserved for ``batches``, for callers that gather repeatedly.
+        batches: lists of parameters to gather together, partitioned and plain in any mixture.
+        buffer: memory reserved for ``batches``, for callers that gather repeatedly; allocated here if None.
     """
     if dist.is_initialized() and dist.get_rank() > 0:
         for batch in batches:
@@ -275,8 +277,8 @@ class ByteForm:
 
     Attributes:
         encode: converts the elements of :func:`local_range`, flat, to bytes (uint8).
-        decode: converts the bytes of the whole parameter, ``[ranks, bytes of each]`` with padding at the end, to the
-            tensor that forward uses in its place, in the parameter's shape and dtype.
+        decode: converts the bytes of all ranks, ``[ranks, bytes of each]`` with padding at the end, to the tensor that
+            forward uses as the parameter, in its shape and dtype.
         width: bytes per element.
     """
 
@@ -297,11 +299,11 @@ def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | 
 
     Args:
         model: after ``deepspeed.initialize``; stage 3.
-        form_of: called at every gather, in the same order on all ranks; None gathers the parameter unchanged. Small
-            parameters that DeepSpeed keeps gathered are not affected.
+        form_of: returns a parameter's form, or None to gather it unchanged; called at every gather, in the same order
+            on all ranks, except for small parameters that DeepSpeed keeps gathered, which are gathered unchanged.
 
     Raises:
-        ValueError: hpZ is on, which copies gathered parameters.
+        ValueError: hpZ is on, which would keep the decoded tensors as its secondary copies of the weights.
     """
     parameters = [parameter for parameter in model.parameters() if is_partitioned(parameter)]
     for parameter in parameters:
@@ -386,8 +388,9 @@ class _BytesInFlight:
 
 
 def release_decoded(parameters: Iterable[Tensor]) -> None:
-    """Partition parameters that a forward left decoded, so that the next gather decodes them again. DeepSpeed keeps
-    parameters that it expects to need soon, also after an evaluation's forward. Do not call this inside a forward."""
+    """Partition parameters that a forward left decoded from a :class:`ByteForm`, so that the next gather encodes and
+    decodes the current values. DeepSpeed keeps parameters that it expects to need soon, also after an evaluation's
+    forward. Do not call this inside a forward."""
     for parameter in parameters:
         if getattr(parameter, "holds_decoded", False):
             if parameter.ds_status is ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Gradients, fp32 masters and moments in DeepSpeed's optimizers, in memory or in files.
 
 With ``offload_optimizer.device: nvme`` stage 3 keeps states in files on an NVMe drive. DeepSpeed swaps the fp32 masters
-and moments of a sub-group into memory for its update, and out after it. In between its tensors are empty. Sub-groups of
-less than 1 MB stay in memory.
+and moments of a sub-group into memory before the sub-group's update, and out after it. Between updates these tensors
+are empty. Sub-groups of less than 1 MB stay in memory.
 
 DeepSpeed's public functions (``safe_get_local_fp32_param``, ``safe_set_local_optimizer_state``, ...) swap too, but for
 each parameter they read the files of its whole sub-group, which has up to ``sub_group_size`` (1e9) elements.
@@ -50,8 +50,9 @@ CHECKPOINT_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
 
 
 def stage_of(kind: Any, name: Any) -> ZeroStageEnum:
-    """Replace ``getattr`` in a checkpoint's pickle: Python 3.11.0 to 3.11.3 write an enum member as
-    ``getattr(ZeroStageEnum, name)``, other versions write its value. Raises ValueError for any other arguments."""
+    """Return the member ``name`` of ``kind``, which must be ZeroStageEnum; ValueError for any other arguments. Called
+    in place of ``getattr`` on reading a checkpoint's pickle: Python 3.11.0 to 3.11.3 write an enum member as
+    ``getattr(ZeroStageEnum, name)``, other versions write its value."""
     if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise ValueError(f"GLOBAL getattr of {kind!r} and {name!r}")  # in torch's words, which read_object searches
     return ZeroStageEnum[name]
@@ -62,12 +63,12 @@ CHECKPOINT_GLOBALS: list[Any] = [*CHECKPOINT_CLASSES, (stage_of, "builtins.getat
 
 
 def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
-    """Zero Adam's moments of single parameters, so that a gradient of 0 does not change them. No collective. The step
-    count does not change, as it belongs to a whole parameter group.
+    """Zero Adam's moments of single parameters, so that a gradient of 0 leaves these parameters unchanged. No
+    collective. The step count does not change, as it belongs to a whole parameter group.
 
     Args:
         optimizer: ``engine.optimizer``: DeepSpeed's wrapper of torch's, or torch's own.
-        parameters: some parameters of its groups, none with 8-bit moments (KeyError).
+        parameters: some parameters of its groups; KeyError for a parameter with 8-bit moments.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not any(inner.state.values()):
@@ -119,9 +120,9 @@ def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float:
-    """Compute the L2 norm of the gradients over all ranks, valid between the last backward of an optimizer step and the
-    step. A collective; on stages 0-2 one per parameter, so do not call it in every step. Parameters without a gradient
-    count as 0."""
+    """Compute the L2 norm of the gradients of ``parameters`` over all ranks; call it between the last backward of an
+    optimizer step and the update. A collective; on stages 0-2 one per parameter, so do not call it in every step.
+    Parameters without a gradient count as 0."""
     square = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     partitioned = False
     for parameter in parameters:
@@ -138,15 +139,15 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
 
 
 def backward(engine: Any, loss: Tensor) -> None:
-    """Run ``engine.backward`` with the loss multiplied by fp16's loss scale on every stage. On stage 0 DeepSpeed 0.19
-    omits the factor (``engine.backward`` reads it from its ZeRO optimizers only) but still divides the gradients by it:
-    they would be too small by this factor and never clipped."""
+    """Run ``engine.backward`` so that on every stage the loss is multiplied by fp16's loss scale. On stage 0 DeepSpeed
+    0.19 omits the factor (``engine.backward`` reads it from its ZeRO optimizers only), so it is applied here: DeepSpeed
+    still divides the gradients by it, and they would be too small by this factor and never clipped."""
     engine.backward(loss * engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else loss)
 
 
 def global_gradient_norm(engine: Any, device: torch.device) -> Tensor | None:
-    """Return the L2 norm [1] of all gradients in the last step, fp64, before clipping and without fp16's loss scale;
-    None on stage 0 in fp32, where DeepSpeed keeps no norm. No collective."""
+    """Return the L2 norm of all gradients in the last step, fp64 ``[1]`` on ``device``, before clipping and without
+    fp16's loss scale; None on stage 0 in fp32, where DeepSpeed keeps no norm. No collective."""
     norm = engine.get_global_grad_norm()
     if norm is None:
         return None
@@ -159,7 +160,8 @@ def _wraps_fp16_unsharded(engine: Any) -> bool:
 
 
 def reset_optimizer_state(optimizer: Any, group: str) -> None:
-    """Zero the moments and step counts of the group named ``group``, if there is one, in ``engine.optimizer``."""
+    """Zero the moments and step counts of the parameter group named ``group`` in ``optimizer``, the engine's; do
+    nothing if there is no such group."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for index, settings in enumerate(inner.param_groups):
         if settings["name"] != group:
@@ -192,8 +194,8 @@ class OptimizerPiece:
 
 
 def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
-    """List this rank's slices of trained parameters, without padding. A parameter with several names in the model goes
-    by the first one."""
+    """List this rank's slices of trained parameters, without padding; stages 1-3. A tied parameter is listed once,
+    under its first name in the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     pieces = []
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which splits a parameter group into sub-groups
@@ -214,8 +216,9 @@ def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
 
 
 def flat_masters(optimizer: Any) -> list[Tensor]:
-    """Return the flat fp32 tensors with this rank's slices, which are keys of ``optimizer.state``; stages 1-3. Those of
-    an optimizer on NVMe are empty outside of :func:`swapped_in`."""
+    """Return the flat fp32 masters with this rank's slices of parameters, one tensor per group or (stage 3) sub-group;
+    they are the keys of ``optimizer.state``. Stages 1-3. Tensors that are in files (:func:`swapped`) are empty outside
+    of :func:`swapped_in`."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return list(optimizer.fp32_partitioned_groups_flat)
     return [settings["params"][0] for settings in optimizer.param_groups]
@@ -251,7 +254,7 @@ def gradient_buffers(optimizer: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def use_masters(model: nn.Module, optimizer: Any) -> None:
-    """Copy the values of the flat fp32 tensors into the model's trained parameters; a collective on stages 1-3."""
+    """Copy the values of the flat fp32 masters into the model's trained parameters; stages 1-3 only. A collective."""
     if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
         optimizer.update_lp_params()
         return
@@ -295,9 +298,9 @@ def load_async_io() -> None:
 
 
 def check_space(directory: Path, elements: int) -> None:
-    """Refuse a drive without space for 16 bytes per element: master, two moments, gradient. Files of an earlier run in
-    ``directory`` are overwritten. DeepSpeed's op (0.19.8) reports no failed write, and aborts when it reads a file that
-    is too short. Raises ValueError, OSError."""
+    """Raise ValueError if the drive of ``directory`` has no space for 16 bytes per element: master, two moments and
+    gradient. Files of an earlier run there count as free, as they are overwritten. DeepSpeed's op (0.19.8) reports no
+    failed write, and aborts when it reads a file that is too short. Raises OSError if the drive cannot be read."""
     free = shutil.disk_usage(directory).free
     free += sum(file.stat().st_size for file in directory.rglob("*.swp"))
     if free < 16 * elements:
@@ -316,7 +319,8 @@ def _may_lock() -> bool:
 
 
 def swapped(optimizer: Any, group: int) -> bool:
-    """Return True if the states of sub-group ``group`` are in files; ``optimizer`` is the engine's, on any stage."""
+    """Return True if the states of sub-group ``group`` are in files between steps; False on any other stage than 3.
+    ``optimizer`` is the engine's."""
     return _swaps(optimizer) and optimizer._swappable_optimizer_subgroup(group)
 
 
@@ -326,8 +330,8 @@ def _swaps(optimizer: Any) -> bool:
 
 @contextmanager
 def swapped_in(optimizer: Any, group: int) -> Iterator[None]:
-    """Keep the states of sub-group ``group`` in memory, and write them back at the end; between two steps only. No
-    effect on states that are not in files."""
+    """Keep the states of sub-group ``group`` in memory inside the block, and write them to their files at its end; call
+    it between two steps only. No effect on states that are not in files."""
     if not swapped(optimizer, group):
         yield
         return
@@ -339,13 +343,14 @@ def swapped_in(optimizer: Any, group: int) -> Iterator[None]:
 
 
 def swap_name(rank: int, group: int, key: str) -> str:
-    """Return the name of a file of swapped states in a checkpoint: fp32 values of ``key`` (``fp32`` or a moment), with
-    DeepSpeed's padding behind them."""
+    """Return the name that a file of swapped states has in a checkpoint. The file has this rank's fp32 values of
+    ``key`` (``fp32`` for the masters, or a moment) in sub-group ``group``, with DeepSpeed's padding behind them."""
     return f"rank_{rank}_group_{group}_{key}{SWAPPED}"
 
 
 def swap_files(optimizer: Any) -> Iterator[tuple[Path, int, str]]:
-    """Yield file, sub-group and key of all states of this rank that are in files, between two steps."""
+    """Yield the path, sub-group and key (``fp32`` for the masters, or a moment) of every file with states of this rank;
+    call it between two steps. Yields nothing without such files."""
     for group, master in enumerate(getattr(optimizer, "fp32_partitioned_groups_flat", [])):
         if swapped(optimizer, group):
             states = {"fp32": master, **optimizer.state.get(master, {})}
@@ -356,17 +361,17 @@ def swap_files(optimizer: Any) -> Iterator[tuple[Path, int, str]]:
 
 
 def swap_buffers(optimizer: Any) -> list[Tensor]:
-    """List the page-locked buffers through which states are swapped."""
+    """List the page-locked buffers through which states are swapped; empty if none are in files."""
     return optimizer.optimizer_swapper.swap_buffer_manager.all_buffers if _swaps(optimizer) else []
 
 
 def unswapped_gradients(optimizer: Any) -> list[Tensor]:
-    """List the gradients of swapped sub-groups that stay in memory until the step."""
+    """List those gradients of swapped sub-groups that stay in memory until the update, not in files."""
     infos = optimizer.optimizer_swapper.swap_params_info.values() if _swaps(optimizer) else []
     return [gradient for info in infos for gradient in info.unswapped_gradients.values()]
 
 
 def copied(checkpoint: Path, rank: int, file: Path) -> Path:
-    """Return the path of DeepSpeed's copy of a file of :func:`swap_files` in the directory of a checkpoint (DeepSpeed
-    0.19.8, engine.py:4937)."""
+    """Return the path to which DeepSpeed copies ``file``, one of :func:`swap_files` of ``rank``, in the directory
+    ``checkpoint`` (DeepSpeed 0.19.8, engine.py:4937)."""
     return checkpoint / COPIES / f"rank{rank:02d}" / file.name

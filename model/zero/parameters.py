@@ -104,8 +104,8 @@ def forget_secondary_copies(model: nn.Module) -> None:
 
 def local_gradient(parameter: Parameter) -> Tensor | None:
     """Return the fp32 gradient of the elements of :func:`local_range`; None if the parameter is not trained. Stage 3
-    only, between the last backward of a step and the step. The result may be a copy: change it with
-    :func:`set_local_gradient`."""
+    only; call it between the last backward of an optimizer step and the update. The result may be a copy: change the
+    gradient with :func:`set_local_gradient`."""
     gradient: Tensor | None = safe_get_local_grad(parameter)
     start, stop = local_range(parameter)
     return None if gradient is None else gradient.flatten()[: stop - start]
@@ -119,8 +119,8 @@ def set_local_gradient(parameter: Parameter, gradient: Tensor) -> None:
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Return True for a ZeRO-3 parameter that is not split: each of several ranks has all its elements (partition group
-    of one rank)."""
+    """Return True for a ZeRO-3 parameter that is not split over ranks: each of them has all its elements, as its
+    partition group is one rank. False for all other parameters, and always with a single rank."""
     group = getattr(parameter, "ds_process_group", None)
     return group is not None and dist.get_world_size(group=group) == 1 < dist.get_world_size()
 
@@ -185,7 +185,7 @@ def init_process_group() -> None:
 
 
 def stage(ds_config: DsConfig) -> int:
-    """Return the ZeRO stage of a resolved DeepSpeed configuration (default 0)."""
+    """Return the ZeRO stage of a resolved DeepSpeed configuration; 0 if it names none."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
@@ -290,16 +290,17 @@ def mark_leaf(module: nn.Module) -> None:
 
 def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
     """Return ``id()`` of the modules whose parameters stage 3 gathers together: those marked by :func:`mark_leaf`, and
-    those that DeepSpeed's configuration names (by default the sparse MoE blocks of three model families). Marks the
-    latter, as ``deepspeed.initialize`` does later."""
+    those that DeepSpeed's configuration names (by default the sparse MoE blocks of three model families). The named
+    ones are marked here, too, as ``deepspeed.initialize`` does later."""
     zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
     apply_zero_leaf_module_config(model, zero.leaf_module)
     return {id(module) for module in model.modules() if z3_leaf_module(module)}
 
 
 def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert to fp32 the buffers that the model's transformers class lists as fp32 (such as MoE routing biases).
-    DeepSpeed does the same in ``initialize``, but by then the weights have been loaded and rounded."""
+    """Convert to fp32 the buffers that the model's transformers class lists as fp32 (such as MoE routing biases) for
+    training in ``dtype``; in fp32 nothing is converted. DeepSpeed does the same in ``initialize``, but by then the
+    checkpoint's values have been loaded into buffers of ``dtype``, and rounded."""
     pattern = keep_in_fp32_pattern(model, KEEP_IN_FP32_AUTO, dtype)
     if pattern is not None:
         keep_buffers_in_fp32(model, pattern)
@@ -326,8 +327,8 @@ def on_cuda() -> bool:
 
 
 def own_device(local_rank: int) -> torch.device:
-    """Return the device of a rank. Raises RankError if DeepSpeed's accelerator is neither cuda nor cpu, or if this
-    machine has too few devices."""
+    """Return the device of the rank with index ``local_rank`` on this machine. Raises RankError if DeepSpeed's
+    accelerator is neither cuda nor cpu, or if this machine has too few devices."""
     name = get_accelerator().device_name()
     if name == "cpu":
         return torch.device("cpu")
@@ -362,8 +363,8 @@ class LeftOut:
     names: Collection[str]
 
     def leave_out(self, state: dict[str, Any]) -> None:
-        """Remove the parameters from the state that a rank writes, and add the other frozen parameters. A state without
-        a model is not changed."""
+        """Remove the excluded parameters from ``state``, which a rank is about to write, and add the other frozen
+        parameters, in place. Without ``names``, or if the state has no model, nothing is changed."""
         if not self.names or _MODULE not in state:
             return
         module, frozen = state[_MODULE], self._frozen()
@@ -378,7 +379,8 @@ class LeftOut:
             state[FROZEN_PARAM_SHAPES] = {name: full_shape(one) for name, one in kept.items()}
 
     def put_in(self, state: dict[str, Any]) -> None:
-        """Add the parameters, with the model's current values, to a state that was read and is about to be loaded."""
+        """Add the excluded parameters, with the model's current values, to ``state``, which was read and is about to be
+        loaded, in place. If the state has no model, nothing is changed."""
         if not self.names or _MODULE not in state:
             return
         own = self.model.state_dict()

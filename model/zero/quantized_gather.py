@@ -186,10 +186,11 @@ class QuantizedGather:
 
 
 def can_gather_quantized(layer: QuantLayer) -> TypeGuard[QuantLinear]:
-    """Return True if the weight of a layer can be gathered as codes. Scales of groups and blocks are too many to keep
-    whole on every rank. A layer other than :class:`QuantLinear` computes its weight's gradient differently. A frozen
-    weight has no reduced gradient from which the gradient of a learned scale could be computed. In fp16 the product of
-    a small code and its scale may round to a number with another code."""
+    """Return True if the weight of a layer can be gathered as codes. The layer must be a plain :class:`QuantLinear`, as
+    others compute their weight's gradient differently; with one scale per tensor or channel, as those of groups and
+    blocks are too many to keep whole on every rank; and without zero points. A weight with a learned scale must be
+    trained: a frozen one has no reduced gradient from which the scale's could be computed. The dtype must be bf16 or
+    fp32: in fp16 the product of a small code and its scale may round to a number with another code."""
     weights, theta = layer.scheme.weights, layer.weight_theta
     return (
         type(layer) is QuantLinear
@@ -218,14 +219,16 @@ def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) ->
 def part_gradients_(
     grad: Tensor, flat: Tensor, start: int, numel: int, quantizer: Quantizer, *, factor: float
 ) -> Tensor | None:
-    """Convert the gradient of a slice of a quantized weight into the gradients of the weight and of its theta.
+    """Convert the gradient with respect to a slice of a quantized weight into the gradients of the unquantized slice
+    (in place) and of the weight's theta (returned).
 
     Args:
         grad: gradient with respect to the quantized elements, fp32, 1-D. Overwritten by the weight's gradient, with NaN
             where the weight is not finite: codes cannot express it, and the step must be detected as failed.
-        flat, start, numel, quantizer: slice of the weight, index of its first element, size of the whole weight, and
-            its quantizer.
-        factor: multiplier of theta's gradient, :func:`quant.scale.lsq_factor` of all elements that share a scale.
+        flat, start, numel, quantizer: slice of the weight, index of its first element, number of elements of the whole
+            weight, and the whole weight's quantizer.
+        factor: multiplier of theta's gradient: :func:`quant.scale.lsq_factor` of the number of elements that share a
+            scale.
 
     Returns:
         The slice's share of theta's gradient, fp32, 1-D, one per scale; None if there is no theta.
