@@ -169,7 +169,8 @@ def _row_chunks(shape: torch.Size, spec: TensorSpec) -> Iterable[slice]:
 def scales_of_rows(
     rows: slice, scale: torch.Tensor, zero: torch.Tensor | None, spec: TensorSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Select the scale and zero points of a slice of rows; a scale per tensor is returned unchanged."""
+    """Select the scale and zero points (None if there are none) of a slice of a weight's rows. A scale per tensor is
+    returned unchanged."""
     if spec.granularity == "tensor":
         return scale, None
     size = spec.rows_per_scale
@@ -258,13 +259,15 @@ def _pack_scales(linear: TrainedLinear, shape: tuple[int, ...]) -> dict[str, tor
 
 
 def cache_scale(key: str, scale: torch.Tensor) -> torch.Tensor:
-    """Build the stored scale [1] of keys or values, fp32. Raises ValueError if it is not finite and positive."""
+    """Build the stored scale [1] of keys or values, fp32. Raises ValueError if it is not finite and positive; the
+    message names ``key``, the scale's key on disk."""
     _check_scale(key, scale, (1,), signed=False)
     return stored(scale, torch.float32)
 
 
 def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy a tensor to contiguous CPU memory in ``dtype``: a gathered ZeRO-3 parameter is freed when its block ends."""
+    """Copy a tensor to contiguous CPU memory in ``dtype``. The copy outlives a gathered ZeRO-3 parameter, whose memory
+    is freed at the end of the block that gathers it."""
     return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -302,7 +305,7 @@ def _pack_zero_points(key: str, zero: torch.Tensor | None, scale: torch.Tensor, 
 
 
 def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
-    """Describe zero points that are not codes of the grid, or return None."""
+    """Describe zero points that are not codes of the grid; return None if all are."""
     wrong = ~((zero == zero.round()) & (zero >= spec.qmin) & (zero <= spec.qmax))
     if not bool(wrong.any()):
         return None
@@ -310,8 +313,9 @@ def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
 
 
 def bad_scales(scale: torch.Tensor, spec: TensorSpec | None = None) -> str | None:
-    """Describe scales that are not finite, 0 or negative, or return None. Scales of a weight in the format ``spec`` may
-    be negative for integers, and 0 if stored in e4m3, where they are far below the largest one of their layer."""
+    """Describe scales that are infinite, NaN, 0 or negative; return None if there are none. With ``spec``, a weight's
+    format, scales of integers may be negative, and scales stored in e4m3 may be 0 (they are far below the largest scale
+    of their layer)."""
     good, expected = scale > 0, "finite and positive"
     if spec is not None and spec.dtype == "int":
         good, expected = scale != 0, "finite and not 0"

@@ -79,12 +79,12 @@ def algorithm(scheme: Scheme) -> str:
 
 
 def names_of(scheme: Scheme) -> dict[str, str]:
-    """Map compressed-tensors' suffixes to ModelOpt's, where they differ."""
+    """Map compressed-tensors' suffixes of a Linear's tensors to ModelOpt's; suffixes that are equal are left out."""
     return _NAMES if scheme.weights.dtype == "fp4_e2m1" else {}
 
 
 def modelopt_shapes(shapes: Shapes, scheme: Scheme) -> Shapes:
-    """Convert dtypes and shapes of a Linear's tensors, by suffix, from compressed-tensors."""
+    """Convert the dtypes and shapes of a Linear's tensors, by suffix, from compressed-tensors' to ModelOpt's."""
     names = names_of(scheme)
     return {names.get(key, key): (dtype, _shape(key, shape, scheme)) for key, (dtype, shape) in shapes.items()}
 
@@ -102,8 +102,8 @@ def _shape(suffix: str, shape: tuple[int, ...], scheme: Scheme) -> tuple[int, ..
 def modelopt_tensors(
     packed: Mapping[str, Tensor], scheme: Scheme, source: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Convert a Linear's tensors, by suffix, from compressed-tensors. ``source`` has the tensors :data:`RECIPROCALS` of
-    the file from which the scales were read, by suffix."""
+    """Convert a Linear's tensors, by suffix, from compressed-tensors' to ModelOpt's. ``source`` has the tensors
+    :data:`RECIPROCALS` of the file from which the scales were read, by suffix; None if they were not read from one."""
     names, source = names_of(scheme), source or {}
     converted = {}
     for suffix, tensor in packed.items():
@@ -115,7 +115,8 @@ def modelopt_tensors(
 
 
 def reciprocal(scale: Tensor, stored: Tensor | None) -> Tensor:
-    """Return the reciprocal of a global scale, fp32 ``(1,)``: ``stored``, if ``scale`` is its reciprocal."""
+    """Return the reciprocal of a global scale, fp32 ``(1,)``: ``stored`` if ``scale`` is exactly the reciprocal of
+    ``stored``, else ``1 / scale``."""
     if stored is not None and torch.equal(1 / stored.reshape(scale.shape), scale):
         return stored
     return 1 / scale

@@ -46,8 +46,8 @@ def check_intx(scheme: Scheme) -> None:
 
 
 def check_intx_of(name: str, scheme: Scheme, *, embedding: bool) -> None:
-    """Raise ValueError if ``name`` is a Linear and ``scheme`` does not quantize its inputs: ExecuTorch supports such
-    schemes for embeddings only."""
+    """Raise ValueError if ``name`` is a Linear (``embedding`` is False) and ``scheme`` does not quantize its inputs:
+    ExecuTorch supports such schemes for embeddings only."""
     if embedding or scheme.activations is not None:
         return  # embeddings have no schemes with inputs
     raise ValueError(
@@ -92,8 +92,8 @@ def intx_tensors(name: str, codes: torch.Tensor, scale: Scale, dtype: torch.dtyp
 
 
 def intx_metadata(scheme: Scheme, in_features: int, dtype: torch.dtype) -> str:
-    """Write the text that describes a quantized weight in a file's metadata (unquantized tensors have
-    :data:`PLAIN`)."""
+    """Return the text that describes a quantized weight with ``in_features`` columns in a file's metadata; ``dtype`` is
+    the model's. The text of an unquantized tensor is :data:`PLAIN`."""
     weights = scheme.weights
     return json.dumps(
         {

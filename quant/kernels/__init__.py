@@ -29,18 +29,20 @@ def _operators() -> Any:
 
 
 def grid_of(spec: TensorSpec) -> int:
-    """Return the integer that encodes the grid of ``spec`` in calls of the operators."""
+    """Return the integer that stands for the grid of ``spec`` (:mod:`quant.kernels.operators` describes it)."""
     return _FLOAT_GRIDS.get(spec.dtype, -spec.bits if spec.narrow else spec.bits)
 
 
 def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to which the operators round a scale."""
+    """Return the dtype to which the operators round a scale of ``spec``: ``model_dtype``, if ``spec`` stores scales in
+    the model's dtype, else the dtype of its scale format."""
     return {"model": model_dtype, **_STORED}.get(spec.scale_format, torch.float32)
 
 
 def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
     """Compute the scale ``s0 * exp(theta)``, rounded to its stored format, without a gradient; may be ``s0`` itself.
-    ``after``, here and elsewhere, is a gradient without effect on the result: see :mod:`quant.kernels.operators`."""
+    Here and in other functions, callers in backward give a gradient as ``after``, which does not affect the result, but
+    keeps ``torch.compile`` from storing the forward's result for backward (:mod:`quant.kernels.operators`)."""
     (s0, theta, above, _), spec, dtype = quantizer
     stored = stored_dtype(spec, dtype)
     if theta is None and stored == torch.float32 and after is None:
@@ -70,7 +72,7 @@ def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Te
 
 
 def quantize_with_values(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute codes and mask (:func:`quantize`) and fake-quantized values in one pass."""
+    """Compute codes and mask as :func:`quantize`, and as a third result the fake-quantized values, in one pass."""
     return _quantized(x, quantizer, mask=mask, values=True)[:3]
 
 
@@ -96,7 +98,8 @@ def dequantize(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = No
 
 
 def dequantize_with_zeros(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Dequantize codes, and make zeros in the shape and dtype of theta, in one launch; not for scales per block."""
+    """Return the result of :func:`dequantize`, and zeros in the shape and dtype of the scale's theta (empty without
+    theta) that are to become theta's gradient, in one launch; not for scales per block."""
     return _dequantized(codes, quantizer, True, after)
 
 
@@ -107,7 +110,8 @@ def _dequantized(codes: Tensor, quantizer: Quantizer, zeros: bool, after: Tensor
 
 
 def fake_quantize(x: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
-    """Quantize and dequantize ``x``, in its shape and dtype, without a gradient (:func:`fake_quantize_backward_`)."""
+    """Quantize and dequantize ``x``, in its shape and dtype, without a gradient (which
+    :func:`fake_quantize_backward_` computes)."""
     return _operators().fake_quantize(x, *_run_scales(x.shape, quantizer, after), after, *_zero_and_above(quantizer))
 
 
@@ -115,10 +119,10 @@ def fake_quantize_backward_(
     grad: Tensor, x: Tensor, quantizer: Quantizer, *, factor: float, theta_gradient: bool, of_weight: bool = False
 ) -> Tensor | None:
     """Compute the gradients of :func:`fake_quantize` in one pass: overwrites ``grad`` with the gradient of ``x``, and
-    returns theta's gradient times ``factor`` if ``theta_gradient``.
+    returns theta's gradient times ``factor`` if ``theta_gradient``, else None.
 
     With ``of_weight``, a non-finite ``x / s`` shows as a NaN: in theta's gradient if that is requested, else in the
-    gradient of ``x``.
+    gradient of ``x``. Without it, the gradient of such an element of ``x`` is 0.
 
     ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends only on the shape.
     """
@@ -179,21 +183,21 @@ def multiply_runs(x: Tensor, theta: Tensor) -> Tensor:
 
 
 def sum_products(x: Tensor, y: Tensor, theta: Tensor, factor: float) -> Tensor:
-    """Sum ``x * y`` over the segments of :func:`multiply_runs`, times ``factor``, in the shape and dtype of ``theta``,
-    whose values are not used. ``x`` and ``y`` have one shape and dtype. Sums are fp32, in an order that depends only on
-    the shape."""
+    """Sum ``x * y`` over each of ``theta.numel()`` equal consecutive segments, times ``factor``. The result has the
+    shape and dtype of ``theta``, whose values are not used. ``x`` and ``y`` have one shape and dtype. Sums are fp32, in
+    an order that depends only on the shape."""
     return _operators().sum_products(x, y, theta, factor)
 
 
 def masked_(grad: Tensor, mask: Tensor) -> Tensor:
-    """Zero the contiguous ``grad`` in place where ``mask`` (the packed bits of :func:`quantize`) is 0."""
+    """Zero the contiguous ``grad`` in place where ``mask`` (the packed bits of :func:`quantize`) is 0; return it."""
     _operators().masked_(grad, mask)
     return grad
 
 
 def dequantize_and_mask_(grad: Tensor, mask: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Zero ``grad`` in place where ``mask`` is 0, and dequantize ``codes`` (of its shape) to the dtype of ``grad``, in
-    one launch; not for scales per block."""
+    """Zero ``grad`` in place where ``mask`` is 0, and return ``codes``, which have the shape of ``grad``, dequantized
+    to the dtype of ``grad``, in one launch; not for scales per block."""
     s0, theta, _, stored = _run_scales(codes.shape, quantizer)
     return _operators().dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_zero_and_above(quantizer))
 
@@ -216,7 +220,8 @@ def fake_quantize_tokens_and_mask_(
     grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, values: bool
 ) -> Tensor | None:
     """Compute the backward of :func:`fake_quantize_tokens`: overwrites ``grad``, contiguous in the shape and dtype of
-    ``x``, with the gradient of ``x``. If ``values``, returns the fake-quantized ``x`` from the same launch."""
+    ``x``, with the gradient of ``x``. Returns the fake-quantized ``x`` from the same launch if ``values``, else
+    None."""
     groups, of_x = _token_groups(grad, spec), _token_arguments(x, spec)
     found: Tensor = _operators().fake_quantize_tokens_and_mask_(groups, *of_x, values, *_stored(spec, above))
     return found.view(x.shape) if values else None
@@ -225,11 +230,12 @@ def fake_quantize_tokens_and_mask_(
 def keep_tokens(
     x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, mask: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fake-quantize ``x`` to floats with dynamic scales; also return codes, mask and scales to save for backward.
+    """Fake-quantize ``x`` to a float format (e4m3, e2m1) with dynamic scales; also return codes, mask and scales to
+    save for backward. ``above`` is the global scale, if ``spec`` has one.
 
     Returns:
         Values in the shape and dtype of ``x``; packed codes (e2m1: uint8 ``[..., features / 2]``, e4m3 in the shape of
-        ``x``); the mask of :func:`quantize` if requested and elements may be clipped, else empty; and the scales of the
+        ``x``); the mask of :func:`quantize` if ``mask`` and elements may be clipped, else empty; and the scales of the
         groups ``[..., n, 1]`` in their stored format, which is exact. Scales in fp32 or powers of two never clip
         elements. e4m3 scales may: they saturate if a group is too large for the global scale, and small e4m3 numbers
         are coarse.
@@ -242,7 +248,8 @@ def keep_tokens(
 def restore_tokens(
     codes: Tensor, scales: Tensor, spec: TensorSpec, dtype: torch.dtype, above: Tensor | None, *, after: Tensor | None
 ) -> Tensor:
-    """Dequantize the codes of :func:`keep_tokens` to the values that it returned, bit for bit."""
+    """Dequantize the codes of :func:`keep_tokens` to the values that it returned, bit for bit; ``dtype`` is theirs, and
+    ``above`` the global scale, or None."""
     if spec.dtype == "fp4_e2m1":
         codes = unpack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
     scale = scales.float() if above is None else scales.float() / above
@@ -250,8 +257,8 @@ def restore_tokens(
 
 
 def kept_gradient_(grad: Tensor, scales: Tensor, mask: Tensor) -> Tensor:
-    """Zero the contiguous ``grad`` in place for elements that were clipped or not finite, by mask and scales of
-    :func:`keep_tokens`."""
+    """Zero the contiguous ``grad`` in place for elements that were clipped or not finite, according to the mask and
+    the scales that :func:`keep_tokens` returned; return ``grad``."""
     if grad.numel() == 0:
         return grad
     if mask.numel() > 0:
@@ -264,10 +271,11 @@ def kept_gradient_(grad: Tensor, scales: Tensor, mask: Tensor) -> Tensor:
 
 
 def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Sum ``rows`` [N, H] at the indices ``places`` [T, K] (int64, below N) to [T, H], without a gradient.
+    """Sum K of the ``rows`` [N, H] for each of T results [T, H], without a gradient: ``places`` [T, K] (int64, below N)
+    has the indices of the rows to add.
 
-    Rows are added one by one in index order, each sum rounded to their dtype: fp32, bf16 or fp16. fp64, used in tests,
-    has no kernel.
+    A result's rows are added one by one, in their order in ``places``, and each sum is rounded to the dtype of the
+    rows: fp32, bf16 or fp16. fp64, used in tests, has no kernel.
     """
     if rows.dtype == torch.float64:
         return REFERENCE["sum_rows"](rows, places)
@@ -295,8 +303,8 @@ def rms_norm_quantize(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor, *, weight_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradient of ``x`` of :func:`rms_norm_quantize`, and the weight's if ``weight_gradient`` (else
-    None)."""
+    """Compute the gradients of ``x`` and, if ``weight_gradient`` (else None), of ``weight`` for
+    :func:`rms_norm_quantize`, which returned ``rstd`` and ``mask``; ``grad`` is the gradient of the values."""
     of_x, of_weight = _operators().rms_norm_backward(grad, x, weight, rstd, mask, weight_gradient)
     return of_x, of_weight if weight_gradient else None
 
@@ -304,13 +312,15 @@ def rms_norm_backward(
 def silu_mul_quantize(
     gate: Tensor, up: Tensor, quantizer: Quantizer, *, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``silu(gate) * up`` and quantize it with one fixed scale: codes, mask and values (mask and values are
-    empty unless requested). ``gate`` and ``up`` have one shape and dtype."""
+    """Compute ``silu(gate) * up`` and quantize it with one fixed scale: codes and mask of :func:`quantize`, and values
+    of :func:`fake_quantize` (mask and values are empty unless requested). ``gate`` and ``up`` have one shape and
+    dtype."""
     return _operators().silu_mul_quantize(gate, up, *_single_scale(quantizer), mask, values)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of gate and up for :func:`silu_mul_quantize`."""
+    """Compute the gradients of ``gate`` and ``up`` for :func:`silu_mul_quantize`, which returned ``mask``; ``grad`` is
+    the gradient of the values."""
     return _operators().silu_mul_backward(grad, gate, up, mask)
 
 
