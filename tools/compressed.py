@@ -118,8 +118,8 @@ def _numerics(directory: Path) -> tuple[list[Rule], TensorSpec | None, list[Rota
 
 
 def is_ignored(names: list[str], ignore: list[str]) -> bool:
-    """Return True if compressed-tensors ignores a module of these names. An entry of ``ignore`` is a name, or ``re:``
-    and a pattern that matches names from their start."""
+    """Return True if compressed-tensors ignores a module that is known by each of ``names`` (in the model, on disk). An
+    entry of ``ignore`` is a name, or ``re:`` and a pattern that matches names from their start."""
     return any(
         re.match(entry.removeprefix("re:"), name) if entry.startswith("re:") else entry == name
         for entry in ignore

@@ -31,7 +31,8 @@ class GGUFSource:
         known: llama.cpp's names of the supported architectures.
 
     Raises:
-        CheckpointError: the file is missing or damaged, one of several, no model, or of another architecture.
+        CheckpointError: the file is missing or damaged, is one part of a split model, holds no model, or is of an
+            architecture that is not in ``known``.
     """
 
     def __init__(self, path: Path, known: Sequence[str]) -> None:
@@ -59,17 +60,18 @@ class GGUFSource:
             self.refuse(f"general.architecture is {self.architecture!r}, expected one of {', '.join(known)}")
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise CheckpointError with the file's name."""
+        """Raise CheckpointError with the file's path and the text ``problem``."""
         raise CheckpointError(f"{self.path}: {problem}")
 
     def own(self, end: str, default: Any = None) -> Any:
-        """Return the metadata value ``ARCHITECTURE.end``, or ``default``."""
+        """Return the value of the metadata key ``<architecture>.<end>``, or ``default`` if the file lacks the key."""
         return self.values.get(f"{self.architecture}.{end}", default)
 
     def number(self, end: str, default: float | None = None) -> Any:
-        """Return the metadata value ``ARCHITECTURE.end``, or ``default`` if it is missing: a float if ``end`` is in
-        ``_FRACTIONS``, else an integer. If it is a list, with a value for each layer, return its first value that is
-        not 0. Raises CheckpointError if the result is not a positive number."""
+        """Return the number of the metadata key ``<architecture>.<end>``, or ``default`` if the file lacks the key: a
+        float if ``end`` is in ``_FRACTIONS``, else an integer. Of a list with a value for each layer (``end`` is in
+        ``_BY_LAYER``), return the first value that is not 0. Raises CheckpointError if the result is not a positive
+        number, as without key and ``default``."""
         value, fraction = self.own(end, default), end in _FRACTIONS
         if end in _BY_LAYER and isinstance(value, list):
             value = next((number for number in value if number != 0), value)
@@ -79,8 +81,9 @@ class GGUFSource:
         return float(value) if fraction else value
 
     def by_layer(self, end: str, layers: int) -> list[Any]:
-        """Return a metadata value of each layer: a list, or one value for all of them. Raises CheckpointError for a
-        list of another length."""
+        """Return the value of the metadata key ``<architecture>.<end>`` for each of ``layers`` layers. The file has a
+        list, or one value for all layers; without the key, values are None. Raises CheckpointError for a list of
+        another length."""
         value = self.own(end)
         found = value if isinstance(value, list) else [value] * layers
         if len(found) != layers:
@@ -88,12 +91,12 @@ class GGUFSource:
         return found
 
     def token(self, end: str, default: Any = None) -> Any:
-        """Return the metadata value ``tokenizer.ggml.end``, or ``default``."""
+        """Return the value of the metadata key ``tokenizer.ggml.<end>``, or ``default`` if the file lacks the key."""
         return self.values.get(f"tokenizer.ggml.{end}", default)
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Return a tensor's shape, slowest dimension first."""
+    """Return the shape of a tensor of the file in PyTorch's order, slowest dimension first."""
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
@@ -126,7 +129,7 @@ _TOKENIZER |= {"add_eos_token", "add_space_prefix"}
 
 
 def build_tokenizer(file: GGUFSource) -> PreTrainedTokenizerFast:
-    """Build the tokenizer. Raises CheckpointError for an unknown or inconsistent entry of the metadata."""
+    """Build the file's tokenizer. Raises CheckpointError for an unknown or inconsistent entry of its metadata."""
     kind, tokens, types = file.token("model"), file.token("tokens"), file.token("token_type")
     keys = [key.removeprefix("tokenizer.ggml.") for key in file.values if key.startswith("tokenizer.ggml.")]
     if unknown := [f"tokenizer.ggml.{key}" for key in keys if key not in _TOKENIZER and not key.startswith("fim_")]:

@@ -195,11 +195,11 @@ class _Planned(NamedTuple):
     dim: int = 0
 
     def names(self) -> set[str | None]:
-        """Return the names of its tensors in the file."""
+        """Return the names of the file's tensors that this tensor consists of."""
         return {place.name for places in self.parts for place in places}
 
     def values(self, file: GGUFSource) -> Iterator[Tensor]:
-        """Yield its elements in their order: slices, or whole matrices of experts if they are reordered."""
+        """Yield this tensor's elements in their order: in slices, or a whole matrix per part if it is reordered."""
         for places in self.parts:
             if len(places) == 1 and not self.turned:
                 yield from _slices(file, places[0])

@@ -76,8 +76,8 @@ def check_budget(parts: Sequence[LayerSet], budget_bits: float) -> None:
 
 
 def allocate(parts: Sequence[LayerSet], budget_bits: float) -> list[str]:
-    """Choose the scheme of each part, such that all weights have at most ``budget_bits`` bits on average. Raises
-    ValueError if the smallest options do not fit; the message names the required budget."""
+    """Return the name of the chosen scheme of each part, such that all weights together have at most ``budget_bits``
+    bits on average. Raises ValueError if the smallest options do not fit; the message names the required budget."""
     check_budget(parts, budget_bits)
     hulls = [_hull(part.options) for part in parts]
     chosen = [0] * len(parts)
@@ -114,8 +114,8 @@ def _saved_per_bit(smaller: tuple[str, Option], larger: tuple[str, Option]) -> f
 
 
 def rules_of_choice(parts: Sequence[LayerSet], schemes: Sequence[str]) -> tuple[str, list[dict[str, str]]]:
-    """Convert the chosen scheme of each part to ``quant.scheme`` (the scheme with the most weights) and ``quant.rules``
-    for all other layers."""
+    """Convert ``schemes``, the chosen scheme of each part, to ``quant.scheme`` (the scheme that has the most weights)
+    and ``quant.rules`` for the layers of other schemes."""
     size: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)
     for part, scheme in zip(parts, schemes, strict=True):
@@ -201,12 +201,12 @@ def divergences(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> list[float]:
-    """Measure the mean KL divergence per token, in nats, between the logits with some layers quantized and with no
-    layer quantized; a collective.
+    """Measure, for each of ``sets``, the mean KL divergence per token, in nats, between the logits with only its layers
+    quantized and with no layer quantized; a collective.
 
     Args:
         engine: the engine; called with only input_ids.
-        quantization: the engine's quantized layers; their switches are restored afterwards.
+        quantization: the engine's quantized layers; which of them are fake-quantized is restored afterwards.
         sets: names of layers to quantize together, with their inputs; one forward per set and sample.
         batches: the same number on every rank.
         device: device of the batches.

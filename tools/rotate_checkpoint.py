@@ -96,6 +96,8 @@ class Change:
         rows: rotation of the first axis, STREAM or VALUES.
         columns: rotation of the last axis, STREAM or VALUES.
         ones: True if the tensor is the weight of a norm that is folded into other weights: it becomes ones.
+
+    Norm, rows and columns are None where nothing changes.
     """
 
     norm: str | None = None
@@ -124,7 +126,8 @@ IN_LAYER = {
 
 
 def change_of(key: str, where: str) -> Change:
-    """Look up the change of a tensor by its name. Raises CheckpointError with ``where`` if the name is unknown."""
+    """Look up the change of a tensor by its name. Raises CheckpointError if the name is unknown; the message begins
+    with ``where``, such as the file."""
     if key in OUTSIDE:
         return OUTSIDE[key]
     if found := re.fullmatch(r"(model\.layers\.\d+\.)(.+)", key):
@@ -141,7 +144,7 @@ class RotationReport:
     Attributes:
         tensors: number of tensors written.
         untied: True if lm_head was tied to the embedding, and is now a separate tensor.
-        orders: order of the Hadamard matrix and size of the rotation, by rotation.
+        orders: order of the Hadamard matrix and size of the rotation, by rotation (STREAM, VALUES).
     """
 
     tensors: int

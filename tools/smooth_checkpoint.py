@@ -81,9 +81,9 @@ def smooth_checkpoint(
 def measure_norm_outputs(
     source: Path, norms: Sequence[str], text: Path, tokens: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Measure the outputs of norms, given by their keys, for ``tokens`` of a text; a collective. Returns the largest
-    magnitude of each feature, fp64 [features] in CPU memory, by key. Raises RankError on every rank if the
-    checkpoint or the text cannot be read."""
+    """Measure the outputs of norms, given by the keys of their weights, for the first ``tokens`` tokens of a text; a
+    collective. Returns the largest magnitude of each feature, fp64 [features] in CPU memory, by key. Raises RankError
+    on every rank if the checkpoint or the text cannot be read."""
     with errors_on_all_ranks(ValueError, OSError):
         sample = read_eval_text(text, load_tokenizer(source), tokens)
     model = load_for_evaluation(source, torch.bfloat16, device, sharded=world_size() > 1)
@@ -106,7 +106,8 @@ def measure_norm_outputs(
 def smooth_factors(maxima: Tensor, strength: float) -> Tensor:
     """Compute the factors of features, ``(geometric mean of maxima / maxima) ** strength``, fp64 ``[features]``.
 
-    ``maxima`` are the features' largest magnitudes. A feature that was always zero has factor 1, and does not count.
+    ``maxima`` are the features' largest magnitudes. A feature that was always zero has factor 1, and is left out of
+    the mean.
     """
     logs = maxima.log()
     factors = torch.exp(strength * (logs[maxima > 0].mean() - logs))

@@ -74,9 +74,9 @@ def check_recipe(recipe: Recipe, out: Path | None) -> Path:
 
 
 def write_cache(recipe: Recipe, out: Path) -> Manifest:
-    """Run the teacher over the training samples and write the cache; a collective. Each rank runs a share of the
-    samples. Raises RankError on every rank if the cache could not be written; the text has the reason, and ``out`` is
-    not created."""
+    """Run the teacher over the training samples, write the cache, and return its manifest; a collective. Each rank runs
+    a share of the samples. Raises RankError on every rank if the cache could not be written; the text has the reason,
+    and ``out`` is not created."""
     recipe = dataclasses.replace(recipe, parallel=ParallelRecipe())  # only training shares rows
     context = start_ranks(recipe, {"--out": out})
     path, top_k = recipe.loss.teacher, recipe.loss.top_k

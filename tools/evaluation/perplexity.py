@@ -111,13 +111,14 @@ def evaluate_text(
         model, text: model to evaluate, and text to predict.
         length: tokens per window.
         batch_size: windows per forward.
-        reference: predictions of :func:`read_reference` for the same text, to compare with.
+        reference: predictions of another model for the same text and batch size, to compare with.
 
     Returns:
         Sums over the tokens; ``greedy`` is True if every token is the most likely one.
 
     Raises:
-        RankError: ``length`` is more than the model's context; or as :func:`tools.evaluation.score.score_windows`.
+        RankError: ``length`` is more than the model's context; or for the reasons of
+            :func:`tools.evaluation.score.score_windows`.
     """
     windows = _windows(model, text, length)
     scores = score_windows(model, windows, batch_size=batch_size, label="perplexity", reference=reference)
@@ -258,7 +259,7 @@ def evaluate_checkpoint(
 
 
 def default_length(model: ScoringModel) -> int:
-    """Return the default number of tokens per window of a text for this model."""
+    """Return the default number of tokens per window: ``DEFAULT_LENGTH``, or the model's context if it is shorter."""
     return min(DEFAULT_LENGTH, model.context or DEFAULT_LENGTH)
 
 

@@ -128,8 +128,8 @@ class Comparison:
         return next((LEVELS[end] for end in ends if end in LEVELS), "bf16")
 
     def measures(self) -> list[str]:
-        """Return the names of the compared metrics: all metrics of the unquantized model, except metrics that follow
-        from another one."""
+        """Return the names of the compared metrics: all metrics of the unquantized model but :data:`REDUNDANT`, which
+        rank models as the perplexity per token does."""
         return [name for name in self.bf16.measurements if name not in REDUNDANT]
 
     def problems(self) -> list[str]:
@@ -167,7 +167,8 @@ class Comparison:
 
 
 def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | None:
-    """Compute (PTQ - QAT) / (PTQ - bf16); None if PTQ lost at most the standard error, or without one :data:`NOISE`."""
+    """Compute (PTQ - QAT) / (PTQ - bf16); None if PTQ's loss is noise: at most the standard error of ``bf16``, or, if
+    this is unknown, at most the share :data:`NOISE` of its value."""
     lost = bf16.value - ptq.value if bf16.higher_is_better else ptq.value - bf16.value
     noise = bf16.stderr if bf16.stderr is not None else NOISE * abs(bf16.value)
     return None if lost <= noise else (ptq.value - qat.value) / (ptq.value - bf16.value)
@@ -183,8 +184,8 @@ def shown_measurement(found: Measurement | None) -> str:
 
 
 def shown_share(bf16: Measurement, ptq: Measurement | None, qat: Measurement | None) -> str:
-    """Format the recovered share in percent; ``(no loss)`` if PTQ is as good as bf16, empty unless PTQ and QAT
-    exist."""
+    """Format the recovered share in percent; ``(no loss)`` if :func:`recovered` returns None, empty if PTQ or QAT is
+    missing."""
     if ptq is None or qat is None:
         return ""
     share = recovered(bf16, ptq, qat)

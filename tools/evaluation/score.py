@@ -74,11 +74,11 @@ class ScoringModel:
 
     Attributes:
         body: the model (an engine under stage 3), which returns the input of ``head`` as its logits.
-        head: lm_head, which only this class gathers (stage 3).
+        head: lm_head, which is no part of ``body``; under stage 3 it is gathered only to compute logits.
         device: device of the batches.
         vocabulary: number of logits, as configured.
         context: maximum length in tokens, None if the configuration has none.
-        head_proxy: module of the body in place of ``head``.
+        head_proxy: module in ``body`` that takes the place of ``head`` and returns its input.
         tokens: number of token ids that the model has embeddings of.
     """
 
@@ -101,7 +101,8 @@ class ScoringModel:
         return hidden[(batch.labels != IGNORE).to(self.device)]
 
     def logits(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits [n, V] (fp32) of hidden states [N, H], some rows at a time; a collective under stage 3."""
+        """Yield the logits [n, V] (fp32) of hidden states ``rows`` [N, H], some rows at a time, each with the slice of
+        its rows; a collective under stage 3."""
         return _logits(self.head, self.head_proxy, rows)
 
 
@@ -121,8 +122,8 @@ class Reference:
     hidden_states: Sequence[Tensor]
 
     def logits(self, batch: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the fp32 logits [n, V] of this rank's batch number ``batch``, some rows at a time, with their slice of
-        rows."""
+        """Yield the logits [n, V] (fp32) of this rank's batch number ``batch``, some rows (targets) at a time, each
+        with the slice of its rows; a collective under stage 3."""
         return _logits(self.head, self.head_proxy, self.hidden_states[batch].to(device))
 
 
@@ -244,7 +245,8 @@ def _check_reference(reference: Reference, model: ScoringModel, windows: Sequenc
 
 
 class WindowBatch(NamedTuple):
-    """Windows of one forward: their indices (none on a rank that only takes part), and tensors [B, T] int64."""
+    """Windows of one forward: their indices, and the tensors of the batch, [B, T] int64. A rank that has no windows
+    left repeats some, so that it takes part in the collectives: without indices, and with no labels to score."""
 
     indices: list[int]
     inputs: Tensor

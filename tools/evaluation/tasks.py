@@ -45,7 +45,8 @@ FEWSHOT_SEED = 1234  # lm-evaluation-harness' default
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks and groups with their data, as ``TaskManager.load`` returns them; with at most ``limit`` samples each."""
+    """Tasks and groups with their data, as ``TaskManager.load`` returns them; each task is measured on its first
+    ``limit`` samples, or on all if None."""
 
     loaded: Any
     limit: int | None
@@ -230,17 +231,18 @@ class ServedModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Return the token that ends a text."""
+        """Return the id of the token that ends a text (EOS)."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token id that is put before a text without context."""
+        """Return the id of the token that is put before a text without context: BOS, or EOS if there is no BOS."""
         bos = self.tokenizer.bos_token_id
         return bos if bos is not None else self.tokenizer.eos_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Tokenize ``string``, with the tokenizer's special tokens unless ``string`` already begins with BOS."""
+        """Tokenize ``string``, with the tokenizer's special tokens if ``add_special_tokens``; if that is None, with
+        them unless ``string`` already begins with the token :attr:`prefix_token_id`."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
@@ -265,7 +267,7 @@ class ServedModel(TemplateLM):
         return [(score.log_likelihood, score.greedy) for score in self._score(windows, "log-likelihoods")]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Sum the log-likelihoods of each text's tokens."""
+        """Return for each text (the argument of a request) the sum of its tokens' log-likelihoods."""
         texts = (self.tok_encode(request.args[0]) for request in requests)
         windows = [rolling_windows(ids, self.prefix_token_id, self.max_length) for ids in texts]
         scores = iter(self._score(list(chain(*windows)), "rolling log-likelihoods"))

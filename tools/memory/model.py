@@ -123,8 +123,8 @@ class Step:
 def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> Step:
     """Record the student's micro-batch of ``rows`` rows, with its losses. Every token has a target.
 
-    The teacher's forward, which comes before, is recorded by :func:`teacher_events`. The hidden states that it returns
-    are counted here.
+    The teacher's forward, which comes before, is recorded by :func:`teacher_events`. The hidden states that the teacher
+    returns are counted here. ``teacher`` is the result of :func:`meta_teacher`.
     """
     recipe = student.recipe
     labels = torch.zeros(rows, -(-recipe.data.max_length // recipe.parallel.sequence), dtype=torch.int64)
@@ -198,7 +198,8 @@ def _teacher_at_head(
 
 
 def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> list[Event]:
-    """Record the teacher's forward, which comes before the student's; empty if no teacher is in memory."""
+    """Record the teacher's forward, which comes before the student's: of ``teacher``, or of the unquantized student if
+    that is the recipe's teacher. The list is empty without a teacher, or with a cached one."""
     recipe = student.recipe
     if recipe.teacher_kind() in ("none", "cache"):
         return []
@@ -299,7 +300,8 @@ def _attention_on_meta(
 
 
 def attention_on_meta(implementation: str) -> str:
-    """Register a counterpart of an attention implementation of transformers for the meta device; return its name."""
+    """Register a counterpart of an attention implementation of transformers for the meta device, and return its name;
+    ``eager`` needs none and is returned unchanged."""
     if implementation == "eager":  # consists of operators that the meta device supports
         return implementation
     known = implementation in IN_GRAPH

@@ -60,7 +60,7 @@ class Prediction:
         strategy: the recipe's ``deepspeed``.
         settings: the part of its configuration that determines memory.
         held: bytes between steps by item, on the device and in host memory.
-        moments: the moments of most memory in forward, backward and the optimizer's step.
+        moments: the moment of most memory in each phase: ``forward``, ``backward`` and ``step`` (the optimizer's).
         cost: cost of one step, including its collectives.
         largest_micro_batch: largest number of rows per rank that fits; None if it was not requested, 0 if not even one
             row fits.
@@ -238,7 +238,8 @@ class _Teacher:
 
 
 def headline(recipe: Recipe, ranks: int, parameters: int, trained: int) -> str:
-    """Format the line above the table: the model, the ranks, the micro-batches."""
+    """Format the line above the table: the model, its number of ``parameters`` and of ``trained`` parameters, the
+    ranks, the micro-batches."""
     checkpointing = "with" if recipe.train.activation_checkpointing else "without"
     return (
         f"{recipe.model.path}: {parameters / 1e9:.3f}e9 parameters, {trained / 1e9:.3f}e9 of them trained, "
@@ -249,7 +250,7 @@ def headline(recipe: Recipe, ranks: int, parameters: int, trained: int) -> str:
 
 def memory_table(predictions: Sequence[Prediction], gpu_bytes: int | None) -> str:
     """Format a table of GB (10^9 bytes) per rank, with a column per strategy. Items that are 0 everywhere are left
-    out."""
+    out. With ``gpu_bytes``, the memory of a GPU, rows show if each strategy fits, and its largest micro-batch."""
     rows: list[tuple[str, Callable[[Prediction], str]]] = []
 
     def row(name: str, value: Callable[[Prediction], float]) -> None:
@@ -280,7 +281,8 @@ def _part(prediction: Prediction, phase: str, name: str) -> int:
 
 
 def traffic_table(predictions: Sequence[Prediction]) -> str:
-    """Format a table of the collectives of one optimizer step on each rank: GB of the whole tensors."""
+    """Format a table of the collectives of one optimizer step: for each kind the GB (10^9 bytes) of the whole tensors
+    that are gathered or reduced, with a column per strategy."""
     kinds = list(dict.fromkeys(kind for one in predictions for kind in one.cost.traffic))
     rows = [["GB per step", *(one.strategy for one in predictions)]]
     rows += [[kind, *(_gigabytes(one.cost.traffic[kind]) for one in predictions)] for kind in kinds]
@@ -317,7 +319,7 @@ CACHE = {"loss.teacher_cache": "CACHE", "loss.kd": "kl_top_k", "loss.top_k": 100
 
 
 class Saving(NamedTuple):
-    """Options to set, and the cost for the user."""
+    """Change of a recipe that may save memory: options to set, and in words the price for it (``cost``)."""
 
     settings: dict[str, Any]
     cost: str
@@ -372,7 +374,8 @@ class Advisor:
         self._planners: dict[str, Planner] = {}
 
     def predict(self, changes: Sequence[Saving]) -> Prediction | None:
-        """Predict the changed recipe; None if it is refused or the changes have no effect."""
+        """Predict the recipe with ``changes`` (may be empty); None if the changed recipe is invalid, or equal to the
+        original although there are changes."""
         recipe, settings = deepcopy(self.recipe), {k: v for change in changes for k, v in change.settings.items()}
         if changes and all(attrgetter(key)(recipe) == value for key, value in settings.items()):
             return None
@@ -388,7 +391,8 @@ class Advisor:
         return None
 
     def alone(self, limit: int) -> list[tuple[Saving, Prediction]]:
-        """Predict each change alone: first those that fit into ``limit`` bytes, then those that save most."""
+        """Predict each change alone, and return those that lower the peak: first all that fit into ``limit`` bytes, in
+        the order of :func:`possible`, then the others, largest saving first."""
         before = self.predict([])
         assert before is not None, "the recipe itself cannot be predicted"
         changes = progress_bar(desc="memory", unit="change", over=list(possible(self.recipe)))
@@ -397,7 +401,8 @@ class Advisor:
         return sorted(useful, key=lambda pair: (pair[1].peak > limit, pair[1].peak if pair[1].peak > limit else 0))
 
     def together(self, limit: int) -> tuple[list[Saving], Prediction] | None:
-        """Find changes that together fit into ``limit`` bytes, all of them needed; None if there are none."""
+        """Find changes with which the recipe fits into ``limit`` bytes, without changes that turn out not to be needed,
+        and the prediction with them; None if it does not fit with all changes that help."""
         chosen: list[Saving] = []
         best = self.predict(chosen)
         for change in possible(self.recipe):
@@ -416,7 +421,8 @@ class Advisor:
 
 
 def advice(advisor: Advisor, gpu_bytes: int) -> str:
-    """Format changes that reduce memory: single changes, best first; if none fits, several together."""
+    """Format changes that reduce the memory of a recipe that does not fit ``gpu_bytes``: single changes, best first;
+    if it fits with none of them, several together."""
     limit = gpu_bytes - RESERVE
     alone = advisor.alone(limit)
     table = [["change", "peak + reserve, GB", f"fits {gpu_bytes / GB:g} GB", "host, GB", "cost"]]

@@ -61,7 +61,8 @@ class StepCost:
         return int(self.added["gathered"].max())
 
     def moments(self, events: Sequence[Event]) -> dict[str, Moment]:
-        """Find the moment of each phase with the most bytes."""
+        """Find the moment with the most bytes of each phase: ``forward``, ``backward`` and ``step`` (the optimizer's).
+        ``events`` are those for which this cost was computed."""
         parts = {**self.added, "activations": own_bytes(events)}
         total = np.sum(list(parts.values()), axis=0)
         found = {}
@@ -71,13 +72,15 @@ class StepCost:
         return {**found, "step": self.step}
 
     def most(self, own: np.ndarray) -> int:
-        """Compute the peak bytes of the step, if the model's tensors at each event take ``own`` bytes."""
+        """Compute the peak bytes of the whole step, if the model's tensors take ``own`` bytes: two numbers for each
+        event, as :func:`tools.memory.trace.own_bytes` returns them, perhaps for other rows than this cost."""
         return max(self.step.total, int((sum(self.added.values()) + own).max()))
 
 
 @dataclass(frozen=True)
 class Gathers:
-    """Gathers of parameters by stage 3: peak bytes, and bytes in one step by kind of collective."""
+    """Gathers of parameters by stage 3: ``most`` bytes gathered at one time, and ``traffic``, bytes in one step by kind
+    of collective."""
 
     most: int = 0
     traffic: dict[str, int] = field(default_factory=dict)
@@ -86,7 +89,7 @@ class Gathers:
 def gathers(
     settings: Settings, inventory: Inventory, calls: Calls, passes: Sequence[bool], checkpointing: bool = False
 ) -> Gathers:
-    """Compute the gathers of a model under stage 3 by DeepSpeed's limits.
+    """Compute the gathers of a model under stage 3 by DeepSpeed's limits; zero if parameters are not partitioned.
 
     Args:
         settings: settings of the run; its ``zero`` is that of this model (student or teacher).

@@ -95,7 +95,7 @@ class _Bytes(TorchDispatchMode):
         self.live -= size
 
     def known(self, tensors: Sequence[Tensor]) -> None:
-        """Exclude these tensors from the count, as they existed before."""
+        """Exclude these tensors from the count, as they existed before the micro-batch."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._seen[storage._cdata] = weakref.ref(storage)
@@ -148,8 +148,9 @@ def layer_lists(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
 
 @contextmanager
 def representatives(model: PreTrainedModel) -> Iterator[list[list[str]]]:
-    """Reduce consecutive equal decoder layers of the model to ``REPRESENTATIVES`` inside the block. Yields for each
-    reduced run the names of the layers that its second kept layer stands for, that layer first."""
+    """Reduce each run of consecutive equal decoder layers to its first ``REPRESENTATIVES`` layers inside the block; a
+    model with several lists of decoder layers stays whole. Yields for each reduced run the names of all its layers but
+    the first one: the second layer, which is kept, stands for all of them."""
     runs: list[list[str]] = []
     config = model.config.get_text_config()
     layers, lists = config.num_hidden_layers, layer_lists(model)

@@ -156,7 +156,7 @@ class ShardedParameter:
     forward_only: bool = False
 
     def elements(self, ranks: int) -> int:
-        """Return the elements of one rank's partition, with padding."""
+        """Return the number of elements of one rank's partition, with padding."""
         return math.ceil(self.numel / ranks)
 
     def padded(self, ranks: int) -> int:
@@ -165,7 +165,7 @@ class ShardedParameter:
         return self.elements(ranks) * ranks * self.size
 
     def share(self, ranks: int) -> int:
-        """Return the bytes of one rank's partition."""
+        """Return the bytes that one rank keeps: its partition, or all of a parameter that is not partitioned."""
         return self.numel * self.size if self.whole else self.padded(ranks) // ranks
 
     def persists(self, zero: DeepSpeedZeroConfig) -> bool:
@@ -173,7 +173,8 @@ class ShardedParameter:
         return self.numel <= zero.param_persistence_threshold and not self.released
 
     def gathered(self, ranks: int, as_codes: bool) -> int:
-        """Return the bytes of the gathered parameter; with ``as_codes``, of its codes if it is gathered as codes."""
+        """Return the bytes of the gathered parameter; if the argument and the attribute ``as_codes`` are both True, the
+        bytes of its codes."""
         return self.padded(ranks) // (self.size if as_codes and self.as_codes else 1)
 
 
@@ -208,11 +209,13 @@ class Inventory:
         return [one for one in self.parameters if not one.whole and not one.persists(zero)]
 
     def flat(self, ranks: int) -> list[int]:
-        """Return the elements of each group's flat buffer on stages 1 and 2, padded to a multiple of two per rank."""
+        """Return the number of elements of each group's flat buffer on stages 1 and 2, of all ranks together: padded to
+        a multiple of two per rank."""
         return [math.ceil(elements(group) / (2 * ranks)) * 2 * ranks for group in self.groups.values()]
 
     def updated(self, settings: "Settings") -> list[tuple[str, int]]:
-        """Return group and elements of each tensor that the optimizer of a rank updates."""
+        """Return, for each tensor that the optimizer of one rank updates, the name of its group and its number of
+        elements on this rank."""
         ranks = settings.ranks
         if settings.stage == 0:
             return [(name, one.numel) for name, group in self.groups.items() for one in group]
@@ -221,7 +224,8 @@ class Inventory:
         return [(name, sum(one.elements(ranks) for one in group)) for name, group in self.sub_groups(settings)]
 
     def sub_groups(self, settings: "Settings") -> list[tuple[str, list[ShardedParameter]]]:
-        """Return group and parameters of each sub-group of stage 3: a group is split where one has reached its size."""
+        """Return the name of the group and the parameters of each sub-group of stage 3. A group is split after each
+        parameter with which a sub-group reaches ``sub_group_size`` elements per rank."""
         pieces: list[tuple[str, list[ShardedParameter]]] = []
         for name, group in self.groups.items():
             size = math.inf
@@ -289,8 +293,8 @@ class Calls:
 def module_calls(
     model: nn.Module, inventory: Inventory, ds_config: dict[str, Any], settings: Settings, as_codes: bool = True
 ) -> Calls:
-    """Find the largest calls of a model's modules under stage 3; with ``as_codes``, weights gathered as codes count as
-    codes."""
+    """Find the largest calls of a model's modules under stage 3. Weights that can be gathered as codes count as codes
+    if ``as_codes``, else in their dtype."""
     gathered = {one.name: one for one in inventory.gathered(settings.zero)}
     by_id = {id(own): gathered[name] for name, own in model.named_parameters() if name in gathered}
     marked = leaves_of_stage_3(model, ds_config)
@@ -379,8 +383,8 @@ def _add_swapped(held: Held, settings: Settings, inventory: Inventory) -> None:
 
 
 def late_gradients(settings: Settings, inventory: Inventory) -> dict[str, int]:
-    """Return the bytes of each gradient that an optimizer on NVMe leaves on the device from backward to the step, by
-    the parameter's name."""
+    """Return the bytes of the gradients that an optimizer on NVMe leaves on the device from backward to the step (this
+    rank's share of each), by the parameter's name; empty if the optimizer is not on NVMe."""
     late: dict[str, int] = {}
     for _, group in inventory.sub_groups(settings) if settings.smallest_swapped else []:
         shares = {one.name: one.elements(settings.ranks) for one in group}
@@ -391,7 +395,8 @@ def late_gradients(settings: Settings, inventory: Inventory) -> dict[str, int]:
 
 
 def held_partitions(held: Held, item: str, settings: Settings, inventory: Inventory) -> None:
-    """Add a model's partitions under stage 3, and parameters that are whole on the device or stored a second time."""
+    """Add to ``item`` of ``held`` one rank's bytes of a model's parameters under stage 3: its partitions, hpZ's second
+    partitions, and the parameters that stay gathered between steps."""
     zero, ranks, parameters = settings.zero, settings.ranks, inventory.parameters
     held.add(item, sum(one.share(ranks) for one in parameters), settings.offloads_parameters)
     if zero.zero_hpz_partition_size > 1:

@@ -248,7 +248,7 @@ def _decompressed(directory: Path, model: PreTrainedModel, quantization: Quantiz
 
 
 def decompress(tensors: dict[str, Tensor], scheme: Scheme) -> Tensor:
-    """Decompress one layer's tensors (by suffix) with compressed-tensors itself; returns the weight in fp32."""
+    """Decompress one layer's tensors (by suffix) with the package compressed-tensors; return the weight in fp32."""
     its = QuantizationScheme(targets=["Linear"], weights=_args(scheme.weights), format=export_format(scheme))
     if tensors["weight_scale"].dtype == torch.bfloat16:
         tensors = {**tensors, "weight_scale": tensors["weight_scale"].float()}  # as a reader in fp32 holds it
@@ -283,8 +283,8 @@ def inputs_left(quantization: Quantization) -> Iterator[None]:
 
 @contextmanager
 def inputs_of_experts_left(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Context in which inputs of experts are not quantized in our model, if transformers does not quantize them
-    either."""
+    """Context in which our model does not quantize the inputs of experts that transformers keeps fused, as transformers
+    does not quantize them either; inputs of other experts stay quantized."""
     is_fused = fused_there(model)
     with ExitStack() as stack:
         for name, layer in quantization.layers.items():
@@ -339,7 +339,7 @@ def _attributes(owner: object, **values: Any) -> Iterator[None]:
 
 def fake_quantizer(spec: TensorSpec, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     """Create a forward pre-hook that fake-quantizes a module's input with compressed-tensors. ``scale`` is the stored
-    scale, the global scale of dynamic scales (NVFP4), or None for dynamic scales without one."""
+    scale of the inputs; for dynamic scales it is their global scale (NVFP4), or None if they have none."""
     args, above = _args(spec), scale if spec.dynamic else None
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

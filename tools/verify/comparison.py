@@ -60,7 +60,7 @@ class LogitComparison:
 
     @property
     def relative_max(self) -> float:
-        """Largest absolute difference, in standard deviations of the logits."""
+        """Largest absolute difference of the logits, in standard deviations of the other reader's logits."""
         return self.max_abs / math.sqrt(self.square_sum / self.logits)
 
     @property
@@ -70,11 +70,11 @@ class LogitComparison:
 
     @property
     def top1(self) -> float:
-        """Share of positions where both predict the same token."""
+        """Share of positions where both readers' most likely token is the same."""
         return self.agree / self.tokens
 
     def perplexity(self, side: str) -> float:
-        """Perplexity per token; ``side``: ``"ours"`` or ``"theirs"``."""
+        """Compute the perplexity per token of one side, ``"ours"`` or ``"theirs"``."""
         return perplexity(self.nll[side] / self.predicted)
 
     def row(self, name: str) -> str:
@@ -137,8 +137,8 @@ class Report:
         self.require(name, self.logits[name].kl, bound, "KL divergence, in nats per token,")
 
     def explain(self, name: str, bound: float, why: str) -> None:
-        """Add a remark if predictions of the comparison ``name`` differ: the reason ``why`` this may happen, and if the
-        KL divergence is within ``bound``."""
+        """Add a remark if the most likely tokens differ in the comparison ``name``: the text ``why`` with the reason,
+        and if the KL divergence is within ``bound``."""
         found = self.logits[name]
         if found.agree < found.tokens:
             verdict = "no error" if found.kl <= bound else "too much"
@@ -186,7 +186,8 @@ class Engine:
         return [key]
 
     def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
-        """Compare ``expected`` with the dequantized values of these tensors, in fp32 and bit for bit.
+        """Return True if ``expected``, the checkpoint's tensor ``key``, equals the dequantized values of the engine's
+        tensors ``names`` (the result of :meth:`names`), in fp32 and bit for bit.
 
         Raises:
             LookupError, ValueError, ArithmeticError, NotImplementedError: the tensors cannot be dequantized.
@@ -194,7 +195,8 @@ class Engine:
         raise NotImplementedError
 
     def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
-        """Add comparisons of logits, and their problems, to the report."""
+        """Add comparisons of the logits for ``batches`` of token ids, and their problems, to the report; ``against`` is
+        the directory of the compressed export."""
         raise NotImplementedError
 
 

@@ -175,8 +175,8 @@ def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype, exact: Collection[str] = ()) -> Iterator[None]:
-    """Round the inputs of linear layers and stacks of experts, and GELU, as llama.cpp does, inside the block; ``dtype``
-    is the dtype of unquantized layers, except those that ``exact`` names: their inputs are not rounded."""
+    """Round the inputs of linear layers and stacks of experts, and the results of GELU, as llama.cpp does, inside the
+    block. Inputs of unquantized layers are rounded to ``dtype``. Inputs of layers that ``exact`` names are left."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if isinstance(module, GELUTanh):
@@ -356,7 +356,7 @@ class _Logits(nn.Module):
 
 
 def computed(model: PreTrainedModel, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Compute the logits of batches of one shape in ExecuTorch's runtime."""
+    """Compute the logits of batches of token ids, all of one shape, in ExecuTorch's runtime."""
     import executorch.kernels.quantized  # noqa: F401  registers the lookups in tables of codes
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower

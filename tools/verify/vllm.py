@@ -154,8 +154,8 @@ def rounded(model: PreTrainedModel, quantization: Quantization, times: int) -> I
 
 @contextmanager
 def as_vllm(quantization: Quantization, *, truncate: bool) -> Iterator[None]:
-    """Context in which our forward computes with the definitions of vLLM's CPU backend; ``truncate``: also for the KV
-    cache."""
+    """Make our forward compute with the definitions of vLLM's CPU backend inside the block; those of the KV cache only
+    if ``truncate``."""
     changes: list[tuple[Any, Callable[[Tensor], Tensor]]] = []
     for layer in quantization.layers.values():
         if layer.scheme.activations is not None and (change := _their_input(layer.scheme)) is not None:
@@ -193,7 +193,7 @@ def int8_of_127(x: Tensor) -> Tensor:
 
 
 def truncated(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantize to e4m3 towards zero, and back."""
+    """Quantize ``x / scale`` to e4m3, rounded towards zero, and dequantize it to the dtype of ``x``."""
     values = (x.float() / scale).clamp(-448, 448)
     nearest = values.to(torch.float8_e4m3fn)
     codes = nearest.view(torch.uint8) - (nearest.float().abs() > values.abs()).byte()

@@ -107,7 +107,8 @@ def fp8_codes(model: Any) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str], prepare: Callable[[dict[str, Any]], object] = lambda job: None) -> int:
-    """Run the jobs of a file one after the other; ``prepare`` is called in a job's process before it loads anything."""
+    """Run the jobs of a file, the only one of ``arguments``, one after the other; return 0, even if jobs fail.
+    ``prepare`` is called in each job's process before it loads anything."""
     for name, value in VLLM_SETTINGS.items():
         os.environ.setdefault(name, value)
     import numpy as np
