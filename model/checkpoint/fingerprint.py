@@ -22,19 +22,20 @@ _CHUNK = 2**20  # elements summed at a time, 8 MB as integers: a checkpoint may 
 
 
 def frozen_weights(model: nn.Module) -> list[str]:
-    """List the names of frozen parameters that a checkpoint's files contain (no scales); a tied parameter under each of
-    its names."""
+    """List the names of frozen parameters that checkpoint files store as weights: no scales and no adapters. A tied
+    parameter is listed under each of its names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [name for name in own_tensors(model) if name in parameters and not parameters[name].requires_grad]
 
 
 @torch.no_grad()
 def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
-    """Compute a 64-bit fingerprint of each of these parameters, on every rank; a collective.
+    """Compute a 64-bit fingerprint of each of the parameters ``names``, on every rank; a collective.
 
-    The fingerprint is the sum of all elements' bits, each multiplied by an odd number that depends on the element's
-    index. So it is the same on every ZeRO stage and with any number of ranks. A change of one element always changes
-    the fingerprint, a change of several almost certainly. For packed weights it covers the packed bytes.
+    The fingerprint is the sum, modulo 2^64, of all elements' bits as integers, each multiplied by an odd number that
+    depends on the element's index. So it is the same on every ZeRO stage and with any number of ranks. A change of one
+    element always changes the fingerprint, a change of several almost certainly. For packed weights it covers the
+    packed bytes.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     chosen = list(names)
@@ -65,7 +66,8 @@ STRIDE_BYTES = 16 * 2**20  # distance of the samples inside a large tensor
 
 
 def digest_of_checkpoint(path: str | Path) -> str:
-    """Hash config.json and the weight files of a checkpoint; large files by samples (:func:`digest_of_file`)."""
+    """Hash config.json and the weight files of a checkpoint into one digest; large files by samples
+    (:func:`digest_of_file`)."""
     return _digest_of_checkpoint(str(path), identity(path))
 
 
@@ -78,20 +80,20 @@ def _digest_of_checkpoint(path: str, _: Identity) -> str:
 
 
 def digests(path: str | Path, pattern: str = "*") -> dict[str, str]:
-    """Hash a file, or each file of a directory that matches ``pattern``, except hidden files and ``*.md``; digests by
-    name."""
+    """Hash a file, or each file of a directory, if its name matches ``pattern``; hidden files and ``*.md`` are left
+    out. Returns the digests by file name, empty if ``path`` does not exist."""
     files = [file for file in _files(path) if file.match(pattern)]
     with ThreadPoolExecutor() as pool:  # a file server takes a millisecond to answer each of many thousand reads
         return {file.name: value for file, value in zip(files, pool.map(digest_of_file, files), strict=True)}
 
 
 def digest_of_file(file: Path) -> str:
-    """Hash the contents of a file up to ``WHOLE_BYTES``, and samples of a larger one.
+    """Hash the size and the whole contents of a file of at most ``WHOLE_BYTES``, but only samples of a larger one.
 
-    Samples of a safetensors file are its header, and a page on either side of each tensor's begin and end; of any large
-    file, also of each ``STRIDE_BYTES``. So every tensor is sampled, and the digest of another revision differs even if
-    sizes and header are the same. For 1 GB of file it reads 0.6 MB (dense model of 8 B parameters) to 3 MB (MoE with
-    18,000 experts).
+    The samples are a page before and after each multiple of ``STRIDE_BYTES`` and at the end; of a safetensors file,
+    also its header, and a page before and after the begin and end of each tensor. So every tensor is sampled, and the
+    digest of another revision differs even if sizes and header are the same. For 1 GB of file it reads 0.6 MB (dense
+    model of 8 B parameters) to 3 MB (MoE with 18,000 experts).
     """
     size = file.stat().st_size
     digest, done = hashlib.blake2b(f"{size} ".encode(), digest_size=16), 0
@@ -127,8 +129,9 @@ def digest_of_range(file: Path, begin: int, end: int) -> bytes:
 
 
 def identity(path: str | Path) -> Identity:
-    """Identify a file, or the files of a directory, without reading them. The result is equal for all processes and
-    machines that share the files, and almost certainly different for a copy."""
+    """Identify a file, or the files of a directory, by name, size, inode and times, without reading them. The result is
+    equal for all processes and machines that share the files, and almost certainly different for a copy or after a
+    change. It is empty if ``path`` does not exist."""
     found = [(file.name, file.stat()) for file in _files(path)]
     return tuple((name, at.st_size, at.st_ino, at.st_mtime_ns, at.st_ctime_ns) for name, at in found)
 

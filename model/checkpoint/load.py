@@ -57,7 +57,13 @@ ProblemsByKind = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of loading: numbers of filled tensors or slices, of bytes read by this rank, and of seconds."""
+    """Result of loading.
+
+    Attributes:
+        tensors: number of filled tensors; a tensor that is filled in several slices counts once for each.
+        bytes: number of bytes that this rank read.
+        seconds: wall time.
+    """
 
     tensors: int
     bytes: int
@@ -110,8 +116,8 @@ def load_weights(
 
 
 def check_headers(model: PreTrainedModel, path: str | Path) -> None:
-    """Compare the headers of the files in ``path`` with an empty model; a collective that reads no weight. Raises
-    RankError as :func:`load_weights`, except for values."""
+    """Check that the files in ``path`` would fill ``model``, whose weights need not be loaded; a collective that reads
+    only headers. Raises RankError for the reasons of :func:`load_weights`, except those about values."""
     with errors_on_all_ranks(CheckpointError, OSError):
         _plan(model, Path(path))
 
@@ -252,8 +258,14 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
 
 
 def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, DiskLayout | None]) -> list[str]:
-    """List the keys that the model needs (of tensors, or of slices of them) and the files lack; for a tied tensor the
-    first of its names."""
+    """List the keys on disk, of whole tensors or of slices, that the model needs and the files lack; for a tied tensor
+    by the first of its names.
+
+    Args:
+        names: translator for the model.
+        tensors: the model's tensors by name (:func:`own_tensors`).
+        layouts: layout of each key in the files; None for a key that belongs to no tensor of the model.
+    """
     present: dict[int, dict[int, int]] = {}  # by identity: number of elements by start element
     for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
         present.setdefault(id(tensors[piece.name]), {})[piece.start] = piece.numel
@@ -293,8 +305,8 @@ def _fits(
 
 
 def keys_left_unread(model: PreTrainedModel) -> re.Pattern[str]:
-    """Return the pattern of keys that may stay unread: those listed by the model's class, and buffers that the model
-    computes."""
+    """Return a pattern for keys in a checkpoint that are no error although the model does not read them: those that
+    the model's class lists (``_keys_to_ignore_on_load_unexpected``), and buffers that the model computes."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), ROTARY_TABLES]
     patterns += [f"^{re.escape(name)}$" for name, _ in model.named_non_persistent_buffers()]
     return re.compile("|".join(f"({pattern})" for pattern in patterns))

@@ -84,19 +84,19 @@ class TensorSlice(NamedTuple):
 
 
 class DiskLayout(NamedTuple):
-    """Required shape of a tensor on disk, and the slices of the model's tensors in it."""
+    """Shape that a tensor on disk must have, and its slices, each of which belongs to one tensor of the model."""
 
     shape: Shape
     pieces: tuple[TensorSlice, ...]
 
 
 class Stack(NamedTuple):
-    """Tensor on disk with Linears of all experts, in the order of the experts.
+    """Tensor on disk that has the Linears of all experts of a layer, in the order of the experts.
 
     Attributes:
         key: the tensor's key.
         shape: the tensor's shape.
-        projections: names of each expert's Linears in the tensor, whose rows are concatenated.
+        projections: names of the Linears of each expert in the tensor, whose rows are concatenated in this order.
         turned: True if the matrix of each expert is ``[in, out]``.
         only: True if transformers reads these experts in no other form.
     """
@@ -109,11 +109,16 @@ class Stack(NamedTuple):
 
 
 class ExpertTensor(NamedTuple):
-    """Weight of one Linear of one expert: its slice of transformers' fused parameter, and its slice of the model's
-    tensor."""
+    """Weight of one Linear of one expert, as a slice both of transformers' fused parameter and of the model's tensor.
+
+    Attributes:
+        fused, shape: name and shape of transformers' fused parameter.
+        projection: name of the Linear in its expert.
+        piece: the slice, with the fused parameter as the tensor on disk.
+    """
 
     fused: str
-    shape: Shape  # of transformers' parameter
+    shape: Shape
     projection: str
     piece: TensorSlice
 
@@ -123,7 +128,7 @@ class Place(NamedTuple):
 
     Attributes:
         key, shape: key and shape of the tensor on disk.
-        start: index of the slice's first element in the flattened tensor of the model.
+        start: index of the slice's first element in the flattened tensor of the model; 0 for a whole tensor.
         turned: True if the matrix is transposed on disk.
     """
 
@@ -138,12 +143,12 @@ class UnsupportedConversionError(ValueError):
 
 
 class Names:
-    """Translator of names for one model. It is cheap to create, as no tensor is read.
+    """Translator between keys on disk and the names of one model's tensors. It is cheap to create: no tensor is read.
 
     Args:
         model: from ``build_model``, also after ``quant.replace_layers``.
         on_disk: shapes by key of a checkpoint's tensors, needed to locate tensors that the model concatenates into one;
-            without them the keys of such tensors are rejected.
+            without them :meth:`layout` raises UnsupportedConversionError for such keys.
     """
 
     def __init__(self, model: PreTrainedModel, on_disk: Mapping[str, Shape] | None = None):
@@ -177,7 +182,7 @@ class Names:
         self._rows = self._concatenated()
 
     def layout(self, key: str) -> DiskLayout | None:
-        """Return the layout of the tensor ``key`` of a checkpoint; None if no tensor of the model contains it. Raises
+        """Return the layout of the tensor ``key`` of a checkpoint; None if it belongs to no tensor of the model. Raises
         UnsupportedConversionError if transformers would compute a parameter from this tensor."""
         renamed, name, pattern = self._find(key)
         if name in self._theirs:
@@ -201,7 +206,7 @@ class Names:
 
     def places(self, name: str) -> list[Place]:
         """Return the locations on disk of the model's parameter or buffer ``name``: several if the model concatenates
-        them."""
+        several tensors of ``on_disk`` into it, else one."""
         parts = [Place(key, rows.shape, rows.start) for key, rows in self._rows.items() if rows.name == name]
         if parts:
             return sorted(parts, key=lambda place: place.start)
@@ -209,8 +214,8 @@ class Names:
         return [Place(self.key(name), self.own[name][::-1] if turned else self.own[name], 0, turned)]
 
     def stacks(self, name: str) -> list[Stack]:
-        """Return the tensors on disk with all experts of the model's parameter ``name``, transposed if the tensors in
-        ``on_disk`` are; empty if the parameter is no weight of experts."""
+        """Return the tensors on disk, each with all experts of a layer, that store the model's parameter ``name``. They
+        are transposed if those in ``on_disk`` are. Empty if the parameter is no weight of experts."""
         stacks = []
         for fused, projections in self._fused_of.get(name, {}).items():
             key = apply_renamings(fused, self._reverse_renamings)
@@ -220,12 +225,13 @@ class Names:
         return stacks
 
     def is_unknown(self, key: str) -> bool:
-        """Return True if no tensor of the model contains the tensor ``key`` of a checkpoint."""
+        """Return True if the tensor ``key`` of a checkpoint belongs to no tensor of the model."""
         _, name, _ = self._find(key)
         return name not in self._theirs and key not in self._experts
 
     def is_left_out(self, key: str) -> bool:
-        """Return True if the tensor ``key`` of a checkpoint belongs to a part that was removed from the model."""
+        """Return True if the tensor ``key`` of a checkpoint belongs to a part that was removed from the model
+        (:func:`model.families.take_out_towers`)."""
         renamed = apply_renamings(key, self._renamings)
         spellings = [key, renamed, f"{self._prefix}.{renamed}"]
         return any(one == part or one.startswith(f"{part}.") for part in self._left_out for one in spellings)
@@ -236,8 +242,8 @@ class Names:
         return apply_renamings(key, self._renamings)
 
     def linear(self, piece: TensorSlice) -> str | None:
-        """Return the name of the single expert's weight that is the slice ``piece`` of stacked experts; None if it is
-        not one."""
+        """Return the name (``experts.7.gate_proj.weight``) of the single expert's weight that the slice ``piece`` of
+        the model's tensor is; None if the slice is no single expert's weight."""
         return next(
             (
                 name
@@ -248,8 +254,8 @@ class Names:
         )
 
     def missing(self, name: str, covered: Collection[int]) -> list[str]:
-        """Return the keys of slices of the model's parameter ``name`` that the files lack. ``covered`` has the index of
-        the first element of each slice that the files have."""
+        """Return the keys on disk that the files lack for the model's parameter ``name``: of stacked experts, the key
+        of each expert's weight whose first element's index is not in ``covered``; of others, the parameter's key."""
         parts = [part for part, expert in self._experts.items() if expert.piece.name == name]
         absent = [self.key(part) for part in parts if self._experts[part].piece.start not in covered]
         return absent if parts else [self.key(name)]
@@ -349,8 +355,9 @@ class Names:
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint of ``model``: parameters (a tied one under each of its names) and persistent
-    buffers, without scales and adapters of :mod:`quant`'s layers; packed weights are represented by meta tensors."""
+    """Return by name the tensors of ``model`` that a checkpoint stores: parameters (a tied one under each of its names)
+    and persistent buffers, without scales and adapters of :mod:`quant`'s layers. A packed weight is represented by a
+    meta tensor of the weight's shape."""
     tensors: dict[str, Tensor] = {
         name: as_weight(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -364,7 +371,7 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def module_name_on_disk(model: PreTrainedModel, module: str) -> str:
-    """Return the name on disk of a module: the prefix of its tensors' keys."""
+    """Return the name on disk of the model's module ``module``: the prefix of the keys of its tensors."""
     if model not in _NAMES:
         _NAMES[model] = Names(model)
     return _NAMES[model].key(f"{module}.weight").removesuffix(".weight")
@@ -398,7 +405,8 @@ def _moves(converter: WeightConverter) -> Literal["stack", "transpose", "concate
 
 
 def expert_tensors(model: nn.Module) -> dict[str, ExpertTensor]:
-    """Map the name of every single expert's Linear weight to its location, in transformers' order."""
+    """Map the name of every single expert's Linear weight (``...experts.7.gate_proj.weight``) to its location; in the
+    order in which transformers' fused parameters contain them."""
     found = {}
     for prefix, module in model.named_modules():
         if not isinstance(module, ExpertMLPs):
@@ -423,8 +431,7 @@ def expert_tensors(model: nn.Module) -> dict[str, ExpertTensor]:
 
 
 def fused_layouts(experts: dict[str, ExpertTensor]) -> dict[str, DiskLayout]:
-    """Map the names of transformers' fused parameters to their layouts: shape, and slices that belong to tensors of the
-    model."""
+    """Map the names of transformers' fused parameters, of which ``experts`` are slices, to their layouts."""
     shapes, pieces = {}, defaultdict(list)
     for expert in experts.values():
         shapes[expert.fused] = expert.shape
@@ -433,7 +440,7 @@ def fused_layouts(experts: dict[str, ExpertTensor]) -> dict[str, DiskLayout]:
 
 
 def turned(layout: DiskLayout) -> DiskLayout:
-    """Transpose a layout of experts ``[E, out, in]`` to ``[E, in, out]``."""
+    """Return the layout of a tensor ``[E, in, out]`` on disk, from that of the same experts as ``[E, out, in]``."""
     experts, rows, columns = layout.shape
     pieces = []
     for piece in layout.pieces:

@@ -56,14 +56,14 @@ class CheckpointError(ValueError):
 
 
 class DamagedError(CheckpointError):
-    """Error for a file that has lost or changed bytes; adds to the text what to do."""
+    """Error for a file that has lost or changed bytes; appends :data:`AGAIN`, the remedy, to the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(f"{text}: {AGAIN}")
 
 
 class DiskTensor(NamedTuple):
-    """Tensor in bytes ``begin`` to ``end`` of ``file``; ``kind`` is the format's name of its dtype."""
+    """Tensor in bytes [begin, end) of ``file``; ``kind`` is its dtype in the format's spelling (``BF16``)."""
 
     key: str
     file: Path
@@ -89,7 +89,8 @@ class Checkpoint:
     Attributes:
         tensors: tensors by key, in the order of the files and of the tensors in them.
         problems: problems of the files, one sentence each, which names the file.
-        lost: keys that the index maps to a file that could not be read: they do not count as missing.
+        lost: keys that the index maps to a file that cannot be read, or that lacks them: these do not count as missing,
+            as ``problems`` names the file.
     """
 
     tensors: dict[str, DiskTensor]
@@ -100,8 +101,9 @@ class Checkpoint:
 def parse_json(text: str | bytes) -> Any:
     """Parse untrusted JSON; every kind of bad text raises ValueError.
 
-    The library itself raises a RecursionError for deep nesting, keeps the last of two values of one key, and reads keys
-    and values that are no text (half of a surrogate pair), on which any later output or file name would fail.
+    Python's ``json`` itself raises a RecursionError for deep nesting, keeps the last of two values of one key, and
+    reads keys and values that are no text (half of a surrogate pair), on which any later output or file name would
+    fail.
     """
     try:
         return json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=_object)
@@ -123,8 +125,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_headers(directory: Path) -> Checkpoint:
-    """Read the header of every safetensors file of a checkpoint. Reads no tensor. Raises CheckpointError if there is no
-    safetensors checkpoint in ``directory``, or its index is invalid."""
+    """Read the header of every safetensors file of a checkpoint, and no tensor. Damaged files become ``problems``.
+    Raises CheckpointError if there is no safetensors checkpoint in ``directory``, or its index is invalid."""
     index: dict[str, str] = {}
     if (directory / SINGLE).is_file():
         files = [SINGLE]
@@ -202,8 +204,8 @@ def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor
 
 
 def warn_of_zero_tails(directory: Path) -> None:
-    """Warn on rank 0 of checkpoint files whose last matrix ends in zeros. Raises CheckpointError if the headers cannot
-    be read.
+    """Warn on rank 0 of checkpoint files whose end is zeros, with more than a tenth of a matrix. Raises CheckpointError
+    if the headers cannot be read.
 
     A file system that lost the end of a file in a crash may fill it with zeros: sizes and headers are right, but the
     weights are lost. A model may have matrices of zeros too (a fresh output of a residual block) and rows of zeros
@@ -269,7 +271,7 @@ class Reader:
     """Reader of ranges of tensors into memory, with one open file at a time. Use it as a context manager.
 
     Args:
-        progress: called with the number of bytes of each chunk.
+        progress: called with the number of bytes of each chunk that was read; None for no calls.
         chunk_bytes: maximum bytes per read.
 
     Attributes:
@@ -296,8 +298,9 @@ class Reader:
             self._descriptor = None
 
     def read(self, tensor: DiskTensor, start: int, into: Tensor) -> None:
-        """Fill ``into``, flat, with the elements of ``tensor`` from ``start`` on, cast to the dtype of ``into``. Raises
-        OSError or CheckpointError if the file cannot be read, or ends early."""
+        """Fill the flat tensor ``into`` with the elements of ``tensor`` from ``start`` on, cast to the dtype of
+        ``into``. Raises OSError or CheckpointError if the file cannot be read or ends early, or if torch lacks the
+        dtype."""
         if into.device.type == "cpu" and into.dtype == tensor.dtype:
             for offset, size in self._spans(into.numel(), into.dtype):
                 self._fill(tensor, start + offset, into[offset : offset + size])
@@ -306,8 +309,8 @@ class Reader:
                 into[offset : offset + values.numel()].copy_(values)
 
     def chunks(self, tensor: DiskTensor, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(offset, values)`` for elements [start, start + count), in the dtype on disk. The values are in a
-        buffer that the next chunk overwrites. Raises as :meth:`read`, and CheckpointError if torch lacks the dtype."""
+        """Yield ``(offset, values)`` for elements [start, start + count), in the dtype on disk and on the CPU, with the
+        offset from ``start``. The next chunk overwrites the values. Raises as :meth:`read`."""
         dtype = tensor.dtype
         if dtype is None:
             raise CheckpointError(
@@ -357,9 +360,9 @@ def read_tensor(reader: Reader, tensor: DiskTensor) -> Tensor:
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector while many objects are created that are all freed in the end. As their
-    number grows, the collector repeatedly scans all objects of the process, a million with transformers' modules: 0.25
-    s each time, and a fifth of the time of writing ten thousand tensors."""
+    """Pause Python's cyclic garbage collector in a block or decorated function that creates many objects and keeps them
+    until its end. As their number grows, the collector repeatedly scans all objects of the process, a million with
+    transformers' modules: 0.25 s each time, and a fifth of the time of writing ten thousand tensors."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,5 +1,5 @@
-"""Read the headers of a plain or quantized checkpoint, and its schemes. In place of codes and scales the result has
-weights, which are decoded when they are read.
+"""Read the headers of a plain or quantized checkpoint, and its schemes. The result lists weights in place of codes and
+scales; a weight is decoded when it is read.
 
 ``quantization_config.py`` decides which checkpoints can be read. This file finds the codes and scales of each Linear,
 and adds decoded weights to the tensors of a checkpoint for the readers of plain weights. ``tensor.py`` decodes ranges
@@ -73,8 +73,10 @@ class SourceCheckpoint:
 
     Attributes:
         tensors: tensors by key; a quantized weight has the key that the plain weight would have.
-        problems, lost: problems of the files, one sentence each; keys that the index maps to an unreadable file.
-        beside: tensors that the quantized weights consist of, and scales of inputs and of keys and values, by key.
+        problems: problems of the files, one sentence each.
+        lost: keys that the index maps to a file that cannot be read, or that lacks them.
+        beside: codes, scales and zero points of the quantized weights, and scales of inputs and of keys and values, by
+            key.
         kv_cache: number format of keys and values; None if they are not quantized, or their format cannot be read.
     """
 
@@ -85,7 +87,8 @@ class SourceCheckpoint:
     kv_cache: TensorSpec | None = None
 
     def is_damaged(self, key: str) -> bool:
-        """Return True if the files have codes of a weight that is not among the tensors: ``problems`` says why."""
+        """Return True if the files have codes of the weight ``key``, which is missing from ``tensors``: then
+        ``problems`` says why."""
         name = key.removesuffix(".weight")
         if any(one in self.beside for one in (key, f"{name}.weight_packed", f"{name}.qweight")):
             return True
@@ -100,9 +103,10 @@ class SourceCheckpoint:
 
 
 def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """Read the headers of a checkpoint of ``model`` (None: layers have their names on disk), and combine the tensors of
-    quantized weights; the result lists problems of single files and weights. Raises CheckpointError if ``directory``
-    has no safetensors checkpoint, or if its quantization is not supported."""
+    """Read the headers of a checkpoint, and combine the codes and scales of each quantized weight. ``model`` adds its
+    own names to those that the rules of quantization_config may match; with None they match only names on disk.
+    Problems of single files and weights are in the result. Raises CheckpointError if ``directory`` has no safetensors
+    checkpoint, or if its quantization is not supported."""
     found = read_headers(directory)
     if is_quantized(directory):
         return _with_weights(found, directory, model)
@@ -147,18 +151,20 @@ def _with_weights(checkpoint: Checkpoint, directory: Path, model: PreTrainedMode
 def source_schemes(
     model: PreTrainedModel, directory: Path, said: Collection[TensorSpec] | None = None
 ) -> dict[str, Scheme]:
-    """Map each Linear and embedding of ``model`` that is quantized in ``directory`` to its scheme, by name (for stacked
-    experts, of each Linear). If the directory has no weights, config.json decides.
+    """Map the name of each Linear (in stacks, of each expert) and embedding of ``model`` that is quantized in
+    ``directory`` to its scheme. If the directory has no weights, its quantization_config alone decides.
 
     A weight whose sizes its scheme does not support (:func:`quant.linear.check_sizes`) is left out and logged.
 
     Args:
         model, directory: the model, and its quantized checkpoint.
-        said: weight specs of the recipe's schemes, which decide if the range of integers is narrow
-            (:mod:`model.quantized.narrow_range`). With None, the codes decide.
+        said: weight specs of the recipe's schemes: integers get narrow or full range as the spec among them that is
+            otherwise the same. With None, or without such a spec, the codes decide
+            (:mod:`model.quantized.narrow_range`).
 
     Raises:
-        ValueError: the checkpoint is damaged, has no codes, or has full-range codes for a narrow recipe.
+        ValueError: the checkpoint is damaged, has no codes for ``model``, or has full-range codes for a spec of narrow
+            range.
     """
     rules = [*(Rule(None, pattern) for pattern in DEFAULT_EXEMPT), *rules_of(read_quantization_config(directory))]
     read = read_checkpoint(directory, model) if any(directory.glob("*.safetensors")) else None
@@ -231,8 +237,8 @@ def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> 
 
 
 def parts_of(model: nn.Module) -> Iterator[LinearPart]:
-    """Yield every Linear (for stacks, of each expert) and embedding of the model: the layers that files may have
-    quantized."""
+    """Yield every Linear (in stacks, of each expert) and embedding of the model: the layers that may be quantized in a
+    checkpoint."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             yield LinearPart(name, module.num_embeddings, module.embedding_dim)
@@ -266,7 +272,7 @@ class Found(NamedTuple):
     Attributes:
         coded: weights by the key that the plain weight would have.
         beside: tensors that belong to these weights or to the keys and values of attention, by their own keys.
-        problems: a line each.
+        problems: weights that cannot be read, with the reason, one line each.
     """
 
     coded: dict[str, QuantizedTensor]
@@ -275,7 +281,8 @@ class Found(NamedTuple):
 
     @contextmanager
     def problem_of(self, name: str, codes: DiskTensor) -> Iterator[None]:
-        """Record a ValueError of the block as a problem of the weight ``name``."""
+        """Add a ValueError that the with block raises to ``problems``, with the file of ``codes`` and the weight's
+        ``name``, instead of raising it."""
         try:
             yield
         except ValueError as error:
@@ -285,8 +292,9 @@ class Found(NamedTuple):
 def read_quantized(
     checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings, *, modelopt: bool = False
 ) -> Found:
-    """Find the quantized weights of a checkpoint of compressed-tensors, ``fp8`` or ModelOpt; ``rules`` come from its
-    configuration, ``spellings`` yields all names of a layer. Weights that cannot be read become ``problems``."""
+    """Find the quantized weights of a checkpoint of compressed-tensors, ``fp8`` or ModelOpt (``modelopt``). ``rules``
+    come from its configuration; ``spellings`` returns all names that they may use for a Linear, by its name on disk.
+    Weights that cannot be read become ``problems``."""
     tensors = checkpoint.tensors
     found = Found({}, {key: tensor for key, tensor in tensors.items() if key.endswith(CACHE_ENDS)}, [])
     with Reader() as reader:
@@ -330,8 +338,9 @@ def coded_linear(
     *,
     modelopt: bool = False,
 ) -> QuantizedTensor:
-    """Combine the tensors of a weight: its codes, and ``parts`` by suffix. Raises ValueError if one is missing, has
-    another dtype or shape than in the scheme, or if the columns of groups are not consecutive."""
+    """Combine the tensors of the Linear ``name``: its ``codes``, and ``parts`` (scales, zero points, ...) by suffix,
+    under ModelOpt's names if ``modelopt``. Raises ValueError if one is missing, has another dtype or shape than
+    ``scheme`` needs, or if the columns of a group are not consecutive."""
     spec, names = scheme.weights, names_of(scheme) if modelopt else {}
     shape = _shape(codes, parts, spec, reader)
     expected = packed_shapes(shape[1], shape[0], scheme, torch.bfloat16)
@@ -395,7 +404,8 @@ def _sides(shape: tuple[int, ...]) -> list[int]:
 
 
 def read_columns(checkpoint: Checkpoint, rules: Sequence[Rule], packing: Packing) -> Found:
-    """Find the weights of GPTQ, AWQ or AutoRound; all have the one scheme in ``rules``."""
+    """Find the quantized weights of a checkpoint of GPTQ, AWQ or AutoRound. All have the same scheme, the only one in
+    ``rules``. Weights that cannot be read become ``problems``."""
     scheme = next(rule.scheme for rule in rules if rule.scheme is not None)
     tensors, found = checkpoint.tensors, Found({}, {}, [])
     with Reader() as reader:
@@ -439,7 +449,8 @@ def _columns(
 
 
 def read_blocks(checkpoint: Checkpoint, scheme: Scheme) -> Found:
-    """Find the experts of gpt-oss. Each Linear is named ``<experts>.<index>.<stack>``."""
+    """Find the quantized experts of a gpt-oss checkpoint, all with ``scheme``. The Linear of one expert is named
+    ``<experts>.<index>.<stack>``. Stacks that cannot be read become ``problems``."""
     tensors, found = checkpoint.tensors, Found({}, {}, [])
     for key, codes in tensors.items():
         name = key.removesuffix(_BLOCKS)

@@ -34,15 +34,15 @@ _NARROW = "_narrow"  # suffix of a scheme's name
 
 
 def with_grids(coded: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-    """Return ``coded`` with narrow-range schemes for weights whose codes are in narrow range. Raises CheckpointError if
-    a file cannot be read."""
+    """Return ``coded`` with a narrow-range scheme in place of each scheme whose sampled codes are in narrow range.
+    Raises CheckpointError if a file cannot be read."""
     narrow = {scheme: on_other_grid(scheme) or scheme for scheme in _narrow(coded.values())}
     return {key: replace(one, scheme=narrow[one.scheme]) if one.scheme in narrow else one for key, one in coded.items()}
 
 
 def on_other_grid(scheme: Scheme) -> Scheme | None:
-    """Return the scheme with narrow instead of full range, or the reverse; None for formats with a single range (ggml,
-    where the largest weight has the smallest code)."""
+    """Return the scheme with narrow instead of full range, or the reverse; None for formats with a single range:
+    floats, asymmetric integers, and ggml's (where the largest weight has the smallest code)."""
     spec = scheme.weights
     if spec.dtype != "int" or not spec.symmetric or spec.ggml:
         return None
@@ -51,17 +51,19 @@ def on_other_grid(scheme: Scheme) -> Scheme | None:
 
 
 def check_codes(codes: Tensor, spec: TensorSpec, weight: QuantizedTensor) -> None:
-    """Raise CheckpointError, which names the weight, if a code is outside of a narrow range."""
+    """Raise CheckpointError, which names ``weight``, if ``spec`` has narrow range and one of ``codes`` is below it; do
+    nothing for full range."""
     if spec.narrow and codes.numel() and float(codes.min()) < spec.qmin:
         raise CheckpointError(f"{weight.file}: {weight.codes.key} {_beyond(spec)}")
 
 
 def check_not_clipped(quantization: Quantization, owners: Iterable[str]) -> None:
-    """Raise RankError, which names the layers, if narrow-range layers have weights from full-range codes; a collective.
+    """Raise RankError, which names the layers, if layers of narrow range have weights that were decoded from the
+    smallest code of the full range; a collective.
 
     Args:
         quantization: returned by ``quant.replace_layers``; weights and scales are loaded.
-        owners: owners of the groups whose scales were read from the files.
+        owners: owners of the scale groups whose scales were read from the files; other groups are not checked.
     """
     chosen = {*owners}
     groups = [group for group in quantization.weight_groups if group.spec.narrow and group.owner in chosen]

@@ -45,13 +45,14 @@ _WRITTEN: dict[str, Layout] = {
 
 
 def source_layout(directory: Path) -> Layout | None:
-    """Return the layout in which a checkpoint is written again in its own format; None if there is none. Raises
-    ValueError if it is not quantized."""
+    """Return the export layout that has the format of a quantized checkpoint; None if there is none (GPTQ, AWQ, ...).
+    Raises ValueError if the checkpoint is not quantized."""
     return _WRITTEN.get(str(read_quantization_config(directory).get("quant_method")))
 
 
 def is_quantized(directory: Path) -> bool:
-    """Return True if a checkpoint directory has a quantization_config. Raises ValueError if a file cannot be read."""
+    """Return True if a checkpoint directory has a quantization_config; False also without config.json. Raises
+    ValueError as :func:`find_quantization_config`."""
     file = directory / "config.json"
     own = any((directory / name).is_file() for name in (MODELOPT_FILE, *_FILES))
     if not file.is_file() or not (own or b"quantization_config" in file.read_bytes()):
@@ -60,8 +61,9 @@ def is_quantized(directory: Path) -> bool:
 
 
 def find_quantization_config(directory: Path) -> dict[str, Any] | None:
-    """Read the ``quantization_config`` of a checkpoint directory; None if it has none. Raises ValueError if there is no
-    configuration file, one is damaged, two contradict each other, or a pattern is invalid."""
+    """Read the ``quantization_config`` of a checkpoint directory, from config.json or a quantizer's own file; None if
+    it has none. Raises ValueError if there is no configuration file, one is damaged, two contradict each other, or a
+    name pattern is invalid."""
     file, own = directory / "config.json", directory / MODELOPT_FILE
     if not file.is_file() and not own.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
@@ -111,7 +113,7 @@ def _has_plain_weights(directory: Path) -> bool:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read a file with a JSON object. Raises ValueError if it cannot be read, or has something else."""
+    """Read a file with a JSON object. Raises ValueError if it cannot be read, or is no JSON object."""
     try:
         whole = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -130,8 +132,9 @@ def read_quantization_config(directory: Path) -> dict[str, Any]:
 
 
 def check_readable(directory: Path, *, rotated: bool = False) -> None:
-    """Reject a quantized checkpoint whose weights cannot be decoded, with a ValueError; reads its config.json and
-    headers. ``rotated``: ignore ``transform_config``, which the caller handles."""
+    """Raise ValueError if the weights of a quantized checkpoint cannot be decoded, or are not quantized although it has
+    a quantization_config; reads only configuration and headers. ``rotated``: ignore ``transform_config``, which the
+    caller handles."""
     config, file = read_quantization_config(directory), directory / "config.json"
     try:
         rules = rules_of({**config, "transform_config": None} if rotated else config)
@@ -151,8 +154,9 @@ def rules_of(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Ru
     """Convert a ``quantization_config`` to rules that give layers their schemes; the first rule that matches a layer
     decides.
 
-    ``scales_only`` also accepts layouts of which this project reads the scales, but not the codes. Raises ValueError
-    if the method is not supported, or if no scheme of this project computes what the configuration says.
+    ``scales_only`` also accepts formats whose scales this project reads, but not the codes, and rejects methods whose
+    scales are useless without the codes (GPTQ, AWQ, MXFP4, ...). Raises ValueError if the method is not supported, or
+    if no scheme of this project computes what the configuration says.
     """
     method = config.get("quant_method")
     try:
@@ -181,8 +185,8 @@ def rules_of(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Ru
 
 
 def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
-    """Return the number format of keys and values; None if they are not quantized. Raises ValueError if the format is
-    not supported."""
+    """Return the number format of the KV cache in a ``quantization_config``; None if it is not quantized. Raises
+    ValueError if the format is not supported."""
     if config.get("quant_method") != "modelopt":
         return kv_cache_from_config(config)
     cache, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
@@ -195,8 +199,8 @@ def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
 
 
 def packing_of(config: Mapping[str, Any]) -> Packing | None:
-    """Return the layout of the codes of GPTQ, AWQ or AutoRound; None for other methods. Raises ValueError if the layout
-    is not supported."""
+    """Return how a checkpoint of GPTQ, AWQ or AutoRound packs its codes; None for other methods. Raises ValueError if
+    the packing is not supported."""
     if str(config.get("quant_method")) not in _LAYOUTS:
         return None
     key, usual, known = _LAYOUTS[str(config["quant_method"])]
@@ -207,8 +211,9 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
 
 
 def weights_alone(directory: Path) -> bool:
-    """Return True if a checkpoint was quantized by another tool's weight-only method (GPTQ, AWQ, ...), so that its
-    decoded codes are the model. Raises ValueError if config.json cannot be read."""
+    """Return True if a checkpoint was quantized by a weight-only method of other tools (GPTQ, AWQ, AutoRound, gpt-oss'
+    MXFP4), so that a model with its decoded weights computes the same. Raises ValueError as
+    :func:`find_quantization_config`."""
     config = find_quantization_config(directory)
     return config is not None and (config.get("quant_method") in _LAYOUTS or config.get("quant_method") == "mxfp4")
 
@@ -243,8 +248,8 @@ def _integers(config: Mapping[str, Any]) -> Scheme:
 
 
 def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Create rules from the fp8 config of vLLM, DeepSeek or transformers: one scheme, except for skipped modules.
-    Raises ValueError for options with other numerics."""
+    """Create rules from the fp8 config of vLLM, DeepSeek or transformers: the same scheme for all modules that it does
+    not skip. Raises ValueError for options that no scheme of this project computes."""
     sides = config.get("weight_block_size")
     if sides not in (None, [128, 128]):
         raise ValueError(f"weight_block_size is {sides!r}, expected [128, 128] or none")
@@ -278,8 +283,9 @@ def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 def modelopt_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Convert ModelOpt's configuration to rules for layers: the first rule that matches decides. The name of a module
-    also matches all layers inside it. Raises ValueError if an algorithm or group size is not supported."""
+    """Convert ModelOpt's configuration to rules that give layers their schemes; the first rule that matches a layer
+    decides. The name of a module also matches all layers inside it. Raises ValueError if an algorithm or group size is
+    not supported."""
     skipped = config.get("exclude_modules") or config.get("ignore") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
         raise ValueError(f"exclude_modules is {str(skipped)[:80]}, expected a list of names")

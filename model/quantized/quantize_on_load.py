@@ -48,7 +48,7 @@ class QuantizeOnLoad:
     Attributes:
         plain: tensor on disk; its last dimension is the inputs' dimension.
         spec: number format, for which :func:`can_quantize_on_load` is True.
-        ranges: method to choose its scales.
+        ranges: method to choose the weight's scales.
     """
 
     plain: DiskTensor
@@ -64,8 +64,9 @@ class QuantizeOnLoad:
     def checked_rows(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Read and quantize some rows: returns codes ``[rows, in]`` and dequantized values in ``dtype``. Raises
-        CheckpointError if a weight is not finite, or if the dequantized values would quantize to other codes."""
+        """Read and quantize some rows. Returns their codes and, in ``dtype``, their dequantized values, both
+        ``[rows, in]``. Raises CheckpointError if a weight is not finite, or if the dequantized values would quantize to
+        other codes."""
         down = self.spec.rows_per_scale
         around = slice(rows.start // down * down, min(-(-rows.stop // down) * down, self.shape[0]))  # whole blocks
         weight, scale, zero = self._measured(reader, around, dtype, device)
@@ -83,8 +84,9 @@ class QuantizeOnLoad:
     def scales(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield ``(offset, scales, zero points)``, flat, for the scales [start, start + count) of the weight. Raises
-        CheckpointError if a weight is not finite."""
+        """Measure the scales [start, start + count) of the flattened scales; yield ``(offset, scales, zero points)``,
+        flat, with the offset from ``start``, and None as zero points if ``spec`` has none. ``dtype`` is the model's.
+        Raises CheckpointError if a weight is not finite."""
         columns, down = self.shape[1], self.spec.rows_per_scale
         across = self.spec.scale_shape(self.shape)[1]
         first = start // across * down
@@ -112,14 +114,14 @@ class QuantizeOnLoad:
 
 
 class QuantizeOnLoadRows(NamedTuple):
-    """Rows of a packed weight, and the tensor on disk that they were quantized from; stored in the Parameter's dict
-    ``made``, by first row.
+    """Rows of a packed weight, and the tensor on disk from which they were quantized. The Parameter's attribute
+    ``made`` is a dict of these, by first row.
 
     Attributes:
         first: first row in the Parameter.
         number: number of rows.
         tensor: the weight on disk.
-        on_disk: first row in ``tensor``.
+        on_disk: row of ``tensor`` that became ``first``.
     """
 
     first: int
@@ -130,9 +132,9 @@ class QuantizeOnLoadRows(NamedTuple):
 
 @torch.no_grad()
 def fill_quantize_on_load_scales(model: nn.Module, quantization: Quantization) -> set[str]:
-    """Fill scales and zero points of all weights quantized on load; returns the owners of their groups. A collective,
-    after the weights are loaded and before ``deepspeed.initialize``. Raises RankError if a file can no longer be
-    read."""
+    """Fill scales and zero points of all weights quantized on load. Returns the owners of the filled scale groups. A
+    collective, after the weights are loaded and before ``deepspeed.initialize``. Raises RankError if a file can no
+    longer be read."""
     owners = set()
     with errors_on_all_ranks(OSError, CheckpointError), Reader() as reader:
         for group in quantization.weight_groups:
@@ -162,8 +164,12 @@ def _fill_range(group: ScaleGroup, rows: QuantizeOnLoadRows, dtype: torch.dtype,
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """Codes of a weight on disk as elements of a packed Parameter; replaces the :class:`QuantizedTensor` or plain
-    tensor in the plan of reads."""
+    """Codes of a weight as elements of a packed Parameter; takes the place of the tensor on disk in the plan of reads.
+
+    Attributes:
+        coded: the weight on disk, quantized or to be quantized on load.
+        held: layout of the codes in the Parameter.
+    """
 
     coded: QuantizedTensor | QuantizeOnLoad
     held: PackedCodes
@@ -174,7 +180,7 @@ class PackedTensor:
         return self._on_disk.key
 
     def bytes_of(self, count: int) -> int:
-        """Estimate the number of bytes to read for ``count`` elements, assuming two bytes per element."""
+        """Estimate the number of bytes to read for ``count`` elements of the Parameter, taken as two bytes each."""
         return self._on_disk.bytes_of(count * 2 * self.coded.shape[1] // self.held.row_bytes)
 
     @property
@@ -184,8 +190,9 @@ class PackedTensor:
     def values(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(offset, elements)`` for the elements [start, start + count) of the packed rows. Raises
-        CheckpointError if a scale is invalid, or if dequantized values would quantize to other codes."""
+        """Yield ``(offset, elements)``, with the offset from ``start``, for the elements [start, start + count) of the
+        packed rows; ``dtype`` is the Parameter's. Raises CheckpointError if a scale is invalid, or if dequantized
+        values would quantize to other codes."""
         columns, width = self.coded.shape[1], self.held.row_bytes // dtype.itemsize
         for rows in row_chunks(start // width * columns, -(-(start + count) // width) * columns, columns):
             codes, _ = self.coded.checked_rows(reader, rows, dtype, device)
@@ -197,8 +204,9 @@ class PackedTensor:
 
 
 def in_codes(read: Any, model: nn.Module) -> Any:
-    """Make a read of :mod:`model.checkpoint.load`, whose target is a packed weight, read packed rows. Raises
-    CheckpointError if the tensor on disk does not fit the weight's codes, or the read does not have whole rows."""
+    """Convert a planned read (``_Read`` of :mod:`model.checkpoint.load`) of a packed weight into one that reads packed
+    rows. Raises CheckpointError if the tensor on disk has another number format than the packed weight, or if the read
+    does not consist of whole rows and blocks."""
     parameter, piece, source = model.get_parameter(read.piece.name), read.piece, read.source
     held = packed_codes(parameter)
     assert held is not None

@@ -1,8 +1,8 @@
-"""Load the first scales of a model from the quantized checkpoint that its weights were read from.
+"""Load the initial scales of a model from the quantized checkpoint that its weights were read from.
 
-The scales need no check: the weights are the file's codes times its scales, and :mod:`model.quantized.tensor` has
-checked that the weights are quantized to the same codes. Scales finer than one per weight are read directly into each
-rank's own range; the few other scales are arranged as for a PTQ checkpoint (:mod:`model.scales.grouping`).
+The weight scales need no check: the weights are the file's codes times its scales, and :mod:`model.quantized.tensor`
+has checked that the weights are quantized to the same codes. Scales finer than one per weight are read directly into
+each rank's own range; the few scales per tensor are arranged as for a PTQ checkpoint (:mod:`model.scales.grouping`).
 
 The original weights can also be trained with the scales of a quantized checkpoint: ``model.path`` is then the original,
 and ``quant.start`` the quantized checkpoint (from GPTQ, AWQ, AutoRound, ...). Optionally, the weights are moved into
@@ -59,16 +59,16 @@ def take_scales(
 ) -> ScaleReport:
     """Fill the scales of ``model`` from the quantized checkpoint that its weights were read from; a collective.
 
-    A layer gets the scales in the files if all its Linears are quantized in the files with the layer's scheme. Other
-    scales are measured from the weights.
+    Layers that share a scale get the scales in the files if all their Linears are quantized in the files with the
+    model's scheme. Otherwise weight scales are measured from the weights. The report says which scales came from where.
 
     Args:
         model, quantization: the quantized model; the weights are loaded.
-        directory, checkpoint: the checkpoint, and its headers if they are read already.
-        initial_input_scale, inputs_calibrated_later: for input scales that are in no file: a value, or True if
-            calibration measures them.
-        decoded: True if the model's weights are the decoded codes, False if they are other weights that only get the
-            scales.
+        directory, checkpoint: the checkpoint, and its headers; None reads them.
+        initial_input_scale: value of the input scales that are in no file; None if there is none.
+        inputs_calibrated_later: True if calibration will measure the input scales that are in no file.
+        decoded: True if the model's weights are the decoded codes; False if they are the original weights, which only
+            get the scales.
 
     Raises:
         RankError: on every rank: a scale is invalid, an input scale is in no file and is neither calibrated nor set, a
@@ -193,7 +193,8 @@ def read_small_scales(
     checkpoint: SourceCheckpoint,
     taken: Mapping[str, Sequence[QuantizedTensor]],
 ) -> StoredScales:
-    """Read the scales per tensor (of weights in ``taken``, and of inputs, keys and values) and the global scales."""
+    """Read the scales per tensor (of weights, inputs, keys and values) and the weights' global scales. ``taken`` has
+    the weights whose scales are read: by owner of the scale group, its quantized Linears in ``checkpoint``."""
     stored = StoredScales({}, {}, {}, {})
     with Reader() as reader:
         for group in quantization.weight_groups:
@@ -259,19 +260,19 @@ def take_start(
     initial_input_scale: float | None = None,
     inputs_calibrated_later: bool = False,
 ) -> ScaleReport:
-    """Fill the scales of ``model``, which has its original weights, from its quantized checkpoint; a collective, before
-    ``deepspeed.initialize``.
+    """Fill the scales of ``model``, which has the original weights, from a quantized checkpoint of the same model
+    (``quant.start``); a collective, before ``deepspeed.initialize``.
 
     Args:
         model, quantization: the quantized model; the weights are loaded.
         directory: the quantized checkpoint.
-        inside: replace each weight that would be rounded to another code by its code's value.
-        initial_input_scale, inputs_calibrated_later: for input scales that are in no file: a value, or True if
-            calibration measures them.
+        inside: replace each original weight that would round to another code than the file's by the value of the
+            file's code; False keeps all weights.
+        initial_input_scale, inputs_calibrated_later: as in :func:`take_scales`.
 
     Raises:
-        RankError: on every rank: a layer has no codes in the files, or codes of another shape, scheme or weight; or
-            with ``inside``, layers that share a scale have several scales in the files.
+        RankError: on every rank: as :func:`take_scales`; or a layer has no codes in the files, or codes of another
+            shape, scheme or weight; or with ``inside``, layers that share a scale have several scales in the files.
     """
     linears = check_start(model, quantization, directory)
     _check_codes(quantization, linears, Path(directory))
@@ -296,8 +297,9 @@ def take_start(
 
 
 def check_start(model: PreTrainedModel, quantization: Quantization, directory: str | Path) -> ReadLinears:
-    """Find the codes of every quantized layer in the headers of a quantized checkpoint; a collective. Raises RankError
-    if a layer has no codes in the files, or codes of another shape or scheme."""
+    """Find the codes of every quantized layer in the headers of a quantized checkpoint; a collective. Returns, by
+    layer, its Linears with their codes. Raises RankError if a Linear has no codes in the files, or codes of another
+    shape or scheme, or if a file is damaged."""
     found: ReadLinears = {name: [] for name in quantization.layers}
     with errors_on_all_ranks(OSError, ValueError):
         checkpoint = read_checkpoint(Path(directory), model)

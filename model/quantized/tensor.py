@@ -1,4 +1,4 @@
-"""Weight of one Linear, stored as codes and scales and read as decoded values.
+"""Weight of one Linear that is stored as codes and scales, and read as decoded values.
 
 A :class:`QuantizedTensor` replaces a plain tensor among the tensors of a checkpoint. Reading a range of it returns
 ``code * scale``, decoded a few rows at a time: a rank reads and allocates no more than its own part of the weights and
@@ -72,9 +72,9 @@ class QuantizedTensor:
     def values(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(offset, values)`` for elements [start, start + count) of the row-major weight, in ``dtype``, decoded
-        on ``device``. Raises CheckpointError if a scale is invalid, or if the decoded values, quantized again, would
-        have other codes."""
+        """Yield ``(offset, values)``, flat, with the offset from ``start``, for elements [start, start + count) of the
+        row-major weight, in ``dtype``, decoded on ``device``. Raises CheckpointError if a scale is invalid, or if the
+        decoded values, quantized again, would have other codes."""
         columns = self.shape[1]
         for rows in row_chunks(start, start + count, columns):
             _, values = self.checked_rows(reader, rows, dtype, device)
@@ -84,8 +84,8 @@ class QuantizedTensor:
     def checked_rows(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Read the codes ``[rows, in]`` of some rows and their values in ``dtype``. Raises CheckpointError as
-        :meth:`values` does."""
+        """Read the codes of some rows, and decode them in ``dtype``. Returns codes and values, both ``[rows, in]``.
+        Raises CheckpointError as :meth:`values` does."""
         codes, quantizer = self.rows(reader, rows, dtype, device)
         values = kernels.dequantize(codes, quantizer)
         again, _ = kernels.quantize(values, quantizer)
@@ -93,7 +93,8 @@ class QuantizedTensor:
         return codes, values
 
     def rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
-        """Read the codes ``[rows, in]`` of some rows, and their quantizer."""
+        """Read the codes ``[rows, in]`` of some rows, and a quantizer with their scales, for values in ``dtype``. Its
+        range of codes is the full one, even if the scheme's is narrow."""
         spec = self.scheme.weights.wide  # narrow range was judged by a sample: :mod:`model.quantized.narrow_range`
         codes = self.codes_of_rows(reader, rows).to(device)
         scale = self.scale_of_rows(reader, rows).to(device)
@@ -108,8 +109,8 @@ class QuantizedTensor:
         return read_codes(self.codes, rows, self.shape[1], self.scheme.weights, reader)
 
     def scale_of_rows(self, reader: Reader, rows: slice) -> Tensor:
-        """Read the fp32 scales of some rows: ``[rows, n]`` (for blocks one per run, :mod:`quant.blocks`), or ``(1,)``
-        for a scale per tensor."""
+        """Read the fp32 scales of some rows, ``[rows, n]`` with n scales per row (for blocks, one per run of a row,
+        :mod:`quant.blocks`), or ``(1,)`` for a scale per tensor."""
         spec = self.scheme.weights
         if spec.granularity == "tensor":
             return self.scales(reader, 0, 1)
@@ -123,8 +124,8 @@ class QuantizedTensor:
         return scale.contiguous()
 
     def scales(self, reader: Reader, start: int, count: int) -> Tensor:
-        """Read the fp32 scales [start, start + count), row-major over the scheme's scale shape, divided by the global
-        scale. Raises CheckpointError for an invalid scale."""
+        """Read the fp32 scales [start, start + count), row-major over the scheme's scale shape, already divided by the
+        global scale if there is one. Raises CheckpointError for an invalid scale."""
         assert self.scale.dtype is not None
         stored = torch.empty(count, dtype=self.scale.dtype)
         reader.read(self.scale, start, stored)
@@ -132,7 +133,7 @@ class QuantizedTensor:
         return self._checked(unpack_scale(stored, spec, None if self.above is None else self.read_above(reader)))
 
     def _checked(self, scale: Tensor) -> Tensor:
-        """Return the fp32 scales. Raises CheckpointError if one is invalid (0, negative or not finite)."""
+        """Return the fp32 scales. Raises CheckpointError if one is invalid in its format (:func:`bad_scales`)."""
         if problem := bad_scales(scale, self.scheme.weights):
             raise DamagedError(f"{self.scale.file}: {self.scale.key} {problem}")
         return scale
@@ -159,8 +160,8 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class ColumnTensor(QuantizedTensor):
-    """Weight of GPTQ or AWQ, whose rows are columns on disk; ``codes``, ``scale`` and ``zero`` are the tensors qweight,
-    scales and qzeros."""
+    """Weight of GPTQ or AWQ, whose rows are columns on disk. ``codes``, ``scale`` and ``zero`` are the tensors qweight,
+    scales and qzeros; ``packing`` is how qweight and qzeros pack codes (:mod:`model.quantized.checkpoint`)."""
 
     packing: Packing = "gptq"
 
@@ -184,8 +185,8 @@ class ColumnTensor(QuantizedTensor):
         return self.scale_of_rows(reader, rows).view(-1)[start - rows.start * across :][:count]
 
     def zero_of_rows(self, reader: Reader, rows: slice) -> Tensor | None:
-        """Read the fp32 zero points ``[rows, n]`` of some rows; None if the scheme has none. Raises CheckpointError if
-        one is out of range, or is not in the middle of the range for a symmetric scheme."""
+        """Read the fp32 zero points ``[rows, n]`` of some rows; None for a symmetric scheme, after a check. Raises
+        CheckpointError if one is out of range or, for a symmetric scheme, not in the middle of the range."""
         assert self.zero is not None
         spec = self.scheme.weights
         together = 8 if self.packing == "awq" else _TOGETHER
@@ -236,8 +237,8 @@ def _awq(words: Tensor) -> Tensor:
 
 
 def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTensor) -> None:
-    """Raise CheckpointError unless ``values``, the decoded ``codes`` of a weight on disk in the model's dtype, are
-    finite and quantize to the same codes (``again``)."""
+    """Raise CheckpointError, which names ``tensor``, unless ``values`` are finite, and ``again`` equals ``codes``: the
+    codes were decoded to ``values`` in the model's dtype, which were quantized to ``again``."""
     differ = codes.view(torch.uint8) ^ again.view(torch.uint8)
     # A sum is finite only if all of its terms are, and testing each of them costs 40 times as much in bf16.
     if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
@@ -255,14 +256,16 @@ def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTenso
 def chunks_of(
     source: DiskTensor | QuantizedTensor, reader: Reader, start: int, like: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield ``(offset, values)`` for elements of a tensor on disk, from ``start`` on, as many as ``like`` has."""
+    """Yield ``(offset, values)`` for elements of a tensor on disk, from ``start`` on, as many as ``like`` has: plain
+    ones in the dtype on disk, decoded ones in the dtype and on the device of ``like``. Offsets count from ``start``."""
     if isinstance(source, DiskTensor):
         return reader.chunks(source, start, like.numel())
     return source.values(reader, start, like.numel(), like.dtype, like.device)
 
 
 def fill(source: DiskTensor | QuantizedTensor, reader: Reader, start: int, into: Tensor) -> None:
-    """Fill ``into``, flat, with the elements of a tensor on disk from element ``start`` on, cast to its dtype."""
+    """Fill the flat tensor ``into`` with elements of a tensor on disk from element ``start`` on, cast to the dtype of
+    ``into``."""
     if isinstance(source, DiskTensor):
         reader.read(source, start, into)
         return
@@ -271,8 +274,8 @@ def fill(source: DiskTensor | QuantizedTensor, reader: Reader, start: int, into:
 
 
 def row_chunks(first: int, last: int, columns: int, *, together: int = 1) -> Iterator[slice]:
-    """Yield slices of the rows that contain elements [first, last), of about ``_CHUNK`` elements each and, except at
-    the ends, multiples of ``together`` rows."""
+    """Split the rows of a row-major matrix that contain its elements [first, last): yield slices of rows, of about
+    ``_CHUNK`` elements each. Every slice except the last has a multiple of ``together`` rows."""
     if first >= last:
         return
     step, stop = max(1, _CHUNK // columns // together) * together, -(-last // columns)
@@ -281,7 +284,7 @@ def row_chunks(first: int, last: int, columns: int, *, together: int = 1) -> Ite
 
 
 def read_codes(tensor: DiskTensor, rows: slice, columns: int, spec: TensorSpec, reader: Reader) -> Tensor:
-    """Read and unpack rows of a weight's codes, to ``[rows, columns]``."""
+    """Read rows of a weight's codes, and unpack packed ones, to ``[rows, columns]``."""
     width, count = tensor.shape[1], rows.stop - rows.start
     assert tensor.dtype is not None
     stored = torch.empty(count * width, dtype=tensor.dtype)

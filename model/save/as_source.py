@@ -4,7 +4,8 @@ If an export has the source's format, and each layer is quantized as in the sour
 describes the export, too, and is kept. So are the things that training does not determine: codes of tensors outside of
 the model, the names of scales of keys and values, the shape of a single scale (``[]`` or ``[1]``), the dtype of scales
 that training has not changed, and several scales of inputs where the model has one. Tensors without codes have the
-source's dtype, too; of one that the model has rounded, elements that training has not changed have the source's value.
+source's dtype, too; if the model's dtype has rounded one on loading, its elements that training has not changed are
+written with the source's values.
 """
 
 from collections.abc import Iterator
@@ -38,8 +39,10 @@ def is_as_source(
     directory: Path,
     layout: Layout,
 ) -> bool:
-    """Return True if an export of ``model`` in ``layout`` has the format of ``checkpoint``, which was read from
-    ``directory``, and its schemes in every layer and in the KV cache."""
+    """Return True if an export of ``model`` in ``layout`` will have the format of the quantized ``checkpoint`` in
+    ``directory``, and the same schemes in every layer and in the KV cache; False if ``model`` or
+    ``checkpoint`` is not quantized, or if layers of ``model`` are rotated. Schemes may differ in narrow or full
+    range."""
     coded = checkpoint.coded
     if quantization is None or not coded or rotated_layers(quantization):
         return False
@@ -65,7 +68,8 @@ def dtypes_on_disk(checkpoint: SourceCheckpoint) -> dict[str, torch.dtype]:
 
 
 def has_dtypes_of(checkpoint: SourceCheckpoint, shapes: Shapes) -> bool:
-    """Return True if all tensors of an export that the source has, too, have the source's dtype."""
+    """Return True if every tensor of an export (``shapes``: dtype and shape by key) whose key the source has, too, has
+    the source's dtype."""
     stored = [one for one in (*checkpoint.tensors.values(), *checkpoint.beside.values()) if isinstance(one, DiskTensor)]
     return all(one.key not in shapes or shapes[one.key][0] == one.dtype for one in stored)
 
@@ -73,9 +77,9 @@ def has_dtypes_of(checkpoint: SourceCheckpoint, shapes: Shapes) -> bool:
 def stored_dtypes(
     model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
 ) -> dict[str, torch.dtype]:
-    """Return the source's dtypes, by key, in which no value of the model is rounded: of the tensors without codes that
-    the source stores in another dtype than the model, and of scales. A collective. Learned scales fit the source's
-    dtype only until the first step."""
+    """Return, by key, the source's dtypes that an export can keep because they round no value of the model: for tensors
+    without codes that the source stores in another dtype than the model, and for scales. Learned scales are left out
+    once a step has changed them. A collective."""
     found: list[tuple[list[str], torch.dtype]] = []
     changed: list[torch.Tensor] = []
     for one, other, count in _in_other_dtypes(model, checkpoint):
@@ -124,8 +128,9 @@ def _in_other_dtypes(
 def several_input_scales(
     model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
 ) -> dict[str, DiskTensor]:
-    """Find the source's input scales, by key, of layers that have several in the source and share one in the model,
-    where the model's scale is still the one computed from them. A collective."""
+    """Return, by key, the source's input scales to write in place of the model's: of layers that have different ones in
+    the source and share one in the model, if this one is still as computed from them. A collective. Raises RankError
+    if a file cannot be read."""
     with errors_on_all_ranks(OSError, CheckpointError):
         stored = read_small_scales(model, quantization, checkpoint, {})
     found, changed = [], []

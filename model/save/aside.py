@@ -25,8 +25,8 @@ QUIET_SECONDS = 3600.0
 
 
 class Aside:
-    """Directory in which one process writes the files of ``out``, ``size`` bytes or more. Always call :meth:`close`.
-    Raises ValueError if ``out`` is a file or not empty, or if the disk is too full."""
+    """Temporary directory, at ``path``, in which one process writes the files of ``out``. Always call :meth:`close`.
+    Raises ValueError if ``out`` is a file or not empty, or if the disk has fewer than ``size`` bytes free."""
 
     def __init__(self, out: Path, size: int) -> None:
         if out.exists() and not out.is_dir():
@@ -49,7 +49,7 @@ class Aside:
             self._lock.flush()
 
     def publish(self) -> None:
-        """Rename the finished directory. Raises OSError."""
+        """Rename the finished directory to ``out``. Raises OSError if the disk fails, or ``out`` is no longer empty."""
         sync(self.path)
         os.rename(self.path, self._out)  # an empty directory is replaced
         (self._out / WRITING).unlink()
@@ -63,8 +63,8 @@ class Aside:
 
 
 def remove_left(out: Path) -> None:
-    """Remove temporary directories that killed processes left beside ``out``, and warn of directories that must
-    stay."""
+    """Remove temporary directories that killed processes left beside ``out``. Warn of those that stay, because the
+    process that writes them may still run."""
     for left in sorted(out.parent.glob(f"{glob.escape(out.name)}.tmp-*")):
         if re.fullmatch(r".*\.tmp-[0-9a-f]{8}", left.name) and left.is_dir() and not left.is_symlink():
             with suppress(OSError):
@@ -99,7 +99,7 @@ def _quiet(directory: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Sync a file or a directory's entries to disk, so that a rename cannot reach the disk before them."""
+    """Sync a file, or a directory's list of entries, to disk, so that a later rename cannot reach the disk first."""
     handle = os.open(path, os.O_RDONLY)
     try:
         with naming(path):

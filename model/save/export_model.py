@@ -58,7 +58,7 @@ class ExportReport:
         seconds: wall time.
         peak_bytes: most bytes of gathered and packed tensors on this rank at a time; counted, not measured. 0 on all
             ranks except rank 0.
-        copied: modules of the source outside of the model, copied unchanged: towers, MTP heads.
+        copied: names of the source's modules that the model lacks, copied unchanged: towers, MTP heads.
     """
 
     path: Path
@@ -79,8 +79,9 @@ def check_plan(
     template: Path | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Check before a run that the model can be exported after it; a collective, with the arguments of
-    :func:`export_model`. Raises RankError if names, sizes or schemes already show that the export would fail."""
+    """Check before a training run that the model can be exported afterwards; a collective, with the arguments of
+    :func:`export_model`. Needs no values of weights. Raises RankError if names, sizes or schemes already show that the
+    export would fail."""
     with errors_on_all_ranks(Exception):
         if is_main():
             checkpoint, as_source = _read_source(model, quantization, Path(source_dir), layout)
@@ -149,12 +150,12 @@ def export_model(
         quantization: returned by ``quant.replace_layers``. None writes every weight unchanged, without scales: a plain
             checkpoint.
         source_dir: checkpoint that the model was built from; its configuration, tokenizer and chat template are copied,
-            and its tensors outside of the model.
+            and its tensors that the model lacks.
         out_dir: directory to create.
         layout: format of quantized layers, a name in :mod:`quant.formats.layouts`. If ``source_dir`` has this format
             and the same schemes, its configuration is kept, see :mod:`model.save.as_source`.
         template: for layout ``gguf``, a GGUF file of the base model, made with llama.cpp's convert_hf_to_gguf.py.
-        adapter: unmerged adapter to write into a folder ``adapter``.
+        adapter: unmerged adapter to write into a folder ``adapter`` of the export; None for none.
         max_shard_size: bytes of tensors per file. A larger module gets its own file; GGUF is always one file.
         trust_remote_code: allow running Python code in ``source_dir``.
         copied: False if ``source_dir`` has no weights, as the model was not read from it (``save_quantized.py``).

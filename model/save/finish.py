@@ -48,7 +48,7 @@ COPIED = (
 
 
 def write_index(shards: list[list[Item]], files: list[str], directory: Path) -> None:
-    """Write the index of keys to files; a single file needs none."""
+    """Write the index (model.safetensors.index.json), which maps each key to its file; nothing for a single file."""
     if len(files) == 1:
         return
     weight_map = {key: file for file, shard in zip(files, shards, strict=True) for item in shard for key in item.shapes}
@@ -66,8 +66,8 @@ def write_config(
     as_source: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Write the source's config.json with ``dtype`` (None: the source's) and, unless ``as_source`` keeps the source's,
-    the quantization_config for the tensors of ``items``; for ``modelopt`` also hf_quant_config.json.
+    """Write config.json: the source's, with ``dtype`` (None keeps the source's) and the quantization_config that
+    describes the tensors of ``items`` (``as_source`` keeps the source's); for ``modelopt`` also hf_quant_config.json.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
     attention implementation) do not leak into it. If nothing is to edit, it is copied.
@@ -103,7 +103,8 @@ def write_config(
 def configuration(
     model: PreTrainedModel, quantization: Quantization, layout: Layout, items: list[Item]
 ) -> dict[str, Any] | None:
-    """Create the ``quantization_config``. None if the layout needs none.
+    """Create the ``quantization_config`` of an export, whose tensors are those of ``items``. Return None if the layout
+    needs none.
 
     A module is listed under both names if its names on disk (used by vLLM) and in transformers differ. The text model
     of a composite model has another prefix in every reader (``model.language_model.layers`` on disk and in
@@ -180,16 +181,16 @@ def _copied(model: PreTrainedModel, layout: Layout, items: list[Item]) -> list[s
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return True for a MoE router of transformers 5: a 2-D ``weight`` in a module that is neither a Linear nor an
-    embedding. In vLLM it is a Linear."""
+    """Return True for a MoE router of transformers 5: a module with a 2-D ``weight`` that is neither a Linear nor an
+    embedding, while vLLM has a Linear in its place."""
     weight = module._parameters.get("weight")
     known = isinstance(module, (nn.Linear, nn.Embedding, QuantLayer))
     return weight is not None and not known and len(full_shape(weight)) == 2
 
 
 def copy_companions(source: Path, directory: Path, *, as_source: bool = False) -> None:
-    """Copy the source's other files that a reader needs (``COPIED``); with ``as_source`` also ModelOpt's
-    configuration."""
+    """Copy the files of the source, other than weights and config.json, that programs need to read the export
+    (``COPIED``); with ``as_source`` also ModelOpt's hf_quant_config.json, if there is one."""
     for pattern in (*COPIED, *([MODELOPT_FILE] if as_source else [])):
         for path in sorted(source.glob(pattern)):
             if path.is_dir():

@@ -70,9 +70,10 @@ class GGUFTensor:
 
     Attributes:
         kind: ggml's name of its type.
-        dtype, stored: dtype and shape in the file, without the dimension of experts; blocks are bytes.
+        dtype, stored: dtype and shape of one part in the file; quantized blocks count as uint8 bytes.
         place: how its values and their order differ from the checkpoint's.
-        parts: keys of the plan's tensors in it, by expert index; a tensor without experts has the index 0.
+        parts: keys of the plan's tensors in it, by index of the part (``GGUFPlace.expert``); a tensor without experts
+            has the single part 0.
     """
 
     kind: str
@@ -83,7 +84,7 @@ class GGUFTensor:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Shape in the file with the dimension of experts; blocks are bytes."""
+        """Shape in the file, with a first dimension of experts if any; the last dimension of blocks is in bytes."""
         if not any(EXPERT.search(key) for key in self.parts.values()):
             return self.stored
         count = self.place.per_expert
@@ -91,13 +92,13 @@ class GGUFTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the elements, slowest dimension first."""
+        """Shape in elements, as ``whole`` but with weights in place of a block's bytes; slowest dimension first."""
         weights, size = SIZES.get(self.kind, (1, 1))
         return (*self.whole[:-1], *(columns // size * weights for columns in self.whole[-1:]))
 
     @property
     def part_bytes(self) -> int:
-        """Number of bytes of one expert, or of a tensor without experts."""
+        """Number of bytes of one of the ``parts``."""
         return math.prod(self.stored) * self.dtype.itemsize
 
 
@@ -109,7 +110,7 @@ class GGUFPlan:
         architecture: llama.cpp's name of the model's architecture.
         tensors: tensors by name, in the order of the file.
         template: the template, a ``gguf.GGUFReader``.
-        rope_freqs: the template's RoPE frequency factors, fp32; None without them.
+        rope_freqs: the template's RoPE frequency factors, fp32; None if it has none.
     """
 
     architecture: str
@@ -119,7 +120,7 @@ class GGUFPlan:
 
 
 def without_towers(model: PreTrainedModel, items: list[Item]) -> list[Item]:
-    """Return the items of a GGUF file: of a composite model, those of its text model."""
+    """Return the items that a GGUF file stores: of a composite model those of its text model, else all."""
     composite = model.config.model_type in COMPOSITE
     return [item for item in items if item.copied is None or not composite]
 
@@ -133,8 +134,8 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
         template: a GGUF file of the base model.
 
     Raises:
-        ValueError: there is no template, or it is a template of another model; or there are tensors that a GGUF file
-            cannot have, or that only the template has. The message names each of them.
+        ValueError: ``template`` is None or belongs to another model; or the plan has tensors that a GGUF file cannot
+            store, or lacks tensors of the template. The message names the first of them.
     """
     architecture = architecture_of(model.config).name
     if template is None:
@@ -237,7 +238,7 @@ def _check_tensors(plan: GGUFPlan, path: Path, *, tied: bool) -> None:
 
 
 class GGUFWriter(ShardWriter):
-    """Writer of one GGUF file, tensor by tensor, with the errors of :class:`ShardWriter`."""
+    """Writer of one GGUF file, tensor by tensor; raises the errors of :class:`ShardWriter`."""
 
     def __init__(self, path: Path, plan: GGUFPlan) -> None:
         self._places: dict[str, list[tuple[str, GGUFTensor]]] = {}
@@ -256,7 +257,7 @@ class GGUFWriter(ShardWriter):
             raise
 
     def write(self, key: str, tensor: Tensor) -> None:
-        """Write a tensor of the plan in its dtype and row order in the file."""
+        """Write the checkpoint's tensor ``key``, converted to the dtype and the order of rows that the file has."""
         places = self._places[key]
         for (part, planned), values in zip(places, split(tensor, key, len(places)), strict=True):
             ordered = planned.place.to_file(values).to(planned.dtype)

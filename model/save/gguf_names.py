@@ -23,12 +23,12 @@ class Architecture(NamedTuple):
 
     Attributes:
         name: llama.cpp's name.
-        norm_offset: number that its converter adds to the weights of norms.
+        norm_offset: number that llama.cpp's converter adds to the weights of norms.
         period: every ``period``-th layer attends to all positions, the others to a window; 0 without windows, None if
             the metadata has an entry for each layer.
-        fixed: attributes of the configuration, with the only values that llama.cpp computes.
-        values: function of the configuration that returns metadata by the end of its key, where it differs from
-            ``SAME_VALUES``.
+        fixed: attributes of the configuration, each with the only value that llama.cpp supports.
+        values: function of the configuration that returns expected metadata values, by the key without its prefix
+            (``<name>.``), in addition to or in place of those in ``SAME_VALUES``.
         softcap: softcap of the logits that llama.cpp uses for a file without ``final_logit_softcapping``; 0 is none.
     """
 
@@ -151,13 +151,14 @@ class GGUFPlace(NamedTuple):
     """Location in a GGUF file of a tensor of a checkpoint.
 
     Attributes:
-        name: llama.cpp's name of the tensor; None if it has none.
-        expert: index of the part of an expert; None outside of experts.
-        per_expert: number of parts of each expert: 2 if its gate and up are one matrix in the file.
-        offset: number that is added to its values in the file.
+        name: llama.cpp's name of the tensor; None if llama.cpp has no such tensor.
+        expert: index among the parts of all experts: ``per_expert * <expert> + <part>``; None outside of experts.
+        per_expert: number of parts of each expert: 2 (gate, then up) if both are one matrix in the file, else 1.
+        offset: number that the file adds to the checkpoint's values.
         rows: function of the number of rows that returns the index in the checkpoint of each row of the file; None if
             they are in the same order.
-        columns: sizes ``(n, m)`` if ``n * m`` equal parts of the columns are transposed in the file.
+        columns: sizes ``(n, m)`` if the columns are ``n * m`` equal parts, ordered as a matrix [n, m] in the
+            checkpoint, and as [m, n] in the file; None if they are in the same order.
         negative: True if the file stores ``-exp(values)``.
     """
 
@@ -170,7 +171,7 @@ class GGUFPlace(NamedTuple):
     negative: bool = False
 
     def to_file(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the checkpoint, or the bytes of its blocks, as the file stores it."""
+        """Convert a tensor of the checkpoint, or the bytes of its quantized blocks, to the file's order and values."""
         if self.rows is not None:
             tensor = tensor[self.rows(len(tensor))]
         if self.columns is not None:
@@ -180,14 +181,15 @@ class GGUFPlace(NamedTuple):
         return tensor.float() + self.offset if self.offset else tensor
 
     def part_of(self, data: Any) -> Any:
-        """Return the part of a tensor's array in the file at this place: rows [out, in] of an expert, or the array."""
+        """Return the part at this place of ``data``, a whole tensor's array in the file: the [out, in] of one expert's
+        part, or all of ``data`` outside of experts."""
         if self.expert is None:
             return data
         return data.reshape(len(data) * self.per_expert, -1, data.shape[-1])[self.expert]
 
     def to_checkpoint(self, values: Tensor) -> Tensor:
-        """Convert rows of a GGUF file, already in the order of the checkpoint's rows, to the checkpoint's values: its
-        order of columns, without GGUF's offset, and ``log(-x)`` where GGUF stores ``-exp``."""
+        """Convert values of a GGUF file to the checkpoint's: restore the order of columns, subtract ``offset``, and
+        take ``log(-x)`` if ``negative``. The rows must already be in the checkpoint's order."""
         if self.columns is not None:
             values = values.unflatten(1, (*reversed(self.columns), -1)).transpose(1, 2).flatten(1)
         if self.negative:
@@ -200,8 +202,12 @@ class GGUFNames:
 
     Args:
         config: configuration of the model.
-        architecture: llama.cpp's name of the architecture in a file to read. With None, for a file to write, it comes
-            from ``config``; raises ValueError if llama.cpp does not compute the same.
+        architecture: llama.cpp's name of the architecture, as in a file to read. None, for a file to write, takes it
+            from ``config``.
+
+    Raises:
+        ValueError: ``architecture`` is None, and llama.cpp does not compute the model as ``config`` says
+            (:func:`architecture_of`); or the package ``gguf`` is missing.
     """
 
     def __init__(self, config: PretrainedConfig, architecture: str | None = None) -> None:
@@ -213,8 +219,9 @@ class GGUFNames:
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
     def places(self, key: str) -> list[GGUFPlace]:
-        """Return the locations of a tensor: two if its rows (in biases of experts, its columns) are in two tensors by
-        turns, as those of gate and up in gpt-oss; the name of a location is None if the file has no such tensor."""
+        """Return the locations of the tensor ``key`` of a checkpoint: usually one, and two for gate_up_proj of gpt-oss,
+        whose rows (of a bias [E, 2 n]: columns) alternate between gate and up, two tensors in the file. A location has
+        the name None if the file has no such tensor."""
         key = re.sub(r"(^|\.)language_model\.", r"\1", key)
         if re.search(r"\d\.experts\.\d+\.\w+\.scale$", key):
             return [GGUFPlace(None)]  # of NVFP4 in Gemma 4, where another scale has this name
@@ -267,13 +274,14 @@ def _transposed(shape: tuple[int, int], kept: int, rows: int) -> Tensor:
 
 
 def in_file(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape without dimensions of size 1: in a file the kernels [C, 1, K] of a convolution are [C, K], and the
-    gate [1, H] of a shared expert is [H] or [1, H]."""
+    """Return a shape without dimensions of size 1, for comparisons: convolution kernels [C, 1, K] are [C, K] in a GGUF
+    file, and the gate [1, H] of a shared expert is [H] or [1, H]. A shape of a single element becomes (1,)."""
     return tuple(size for size in shape if size != 1) or (1,)
 
 
 def split(tensor: Tensor, key: str, count: int) -> list[Tensor]:
-    """Split the tensor ``key`` of a checkpoint into what each of its ``count`` places in a file holds."""
+    """Split the tensor ``key`` of a checkpoint into ``count`` tensors, one for each of its places in a file: every
+    ``count``-th row (of experts' biases: column), or copies of a scale with one element."""
     if tensor.shape == (1,) or count == 1:  # a scale of both
         return [tensor] * count
     dim = int(key.endswith("_bias"))
@@ -282,8 +290,8 @@ def split(tensor: Tensor, key: str, count: int) -> list[Tensor]:
 
 
 def architecture_of(config: PretrainedConfig) -> Architecture:
-    """Return llama.cpp's architecture. Raises ValueError if llama.cpp computes it differently, or if it is not
-    supported."""
+    """Return llama.cpp's architecture for a model's configuration. Raises ValueError if the model type is not
+    supported, or if llama.cpp would compute the model differently."""
     known = [*ARCHITECTURES, *COMPOSITE]
     if config.model_type not in known:
         raise ValueError(
@@ -328,9 +336,9 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
 
 
 def other_values(value_of: Callable[[str], Any], config: PretrainedConfig) -> Iterator[str]:
-    """Yield a problem for each size in a file's metadata that differs from the model's. A missing size is no problem,
-    unless llama.cpp replaces it by another value than the model's. ``value_of`` returns a metadata value by its key,
-    None if it is missing."""
+    """Yield a sentence for each value in a GGUF file's metadata that differs from ``config``, the text model's
+    configuration. Missing values are accepted, except a softcap if llama.cpp's default is not the model's.
+    ``value_of`` returns a metadata value by its key, None if it is missing."""
     architecture = ARCHITECTURES[config.model_type]
     own = architecture.values(config)
     if hasattr(config, _SOFTCAP):
@@ -345,8 +353,9 @@ def other_values(value_of: Callable[[str], Any], config: PretrainedConfig) -> It
 
 
 def same(found: Any, expected: float | list[int]) -> bool:
-    """Return True if a value equals this number up to fp32 rounding; False for NaN and strings. Of a list by layers,
-    return True if it is the same, or one value for all layers."""
+    """Return True if the metadata value ``found`` equals the number ``expected`` up to fp32 rounding; False for NaN and
+    strings. If ``expected`` is a list with a value per layer, ``found`` must be the same list, or the single value of
+    all layers."""
     if isinstance(expected, list):
         return (found if isinstance(found, list) else [found] * len(expected)) == expected
     return isinstance(found, int | float) and abs(found - expected) <= 1e-6 * abs(expected)

@@ -1,4 +1,4 @@
-"""Checks that a layout, and the programs that read it, support a model."""
+"""Checks that a layout, and the programs that read its files, support a model."""
 
 from typing import Any
 
@@ -27,7 +27,8 @@ _WITH_WINDOWS = ("gemma4_text", "gemma4")  # of which mlx-lm computes sliding at
 
 
 def check_support(model: PreTrainedModel, quantization: Quantization, layout: Layout) -> None:
-    """Raise ValueError if a layout cannot store the schemes of a model, or its readers do not support the model."""
+    """Raise ValueError if a layout cannot store the schemes of a model, or if the program that reads it (ExecuTorch,
+    mlx-lm, ...) does not support the model."""
     check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
     if layout == "executorch":
         _check_executorch(model, quantization)

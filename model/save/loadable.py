@@ -74,7 +74,8 @@ def check_loadable(source: Path, items: Sequence[Item], *, trust_remote_code: bo
 
 
 def check_written(directory: Path, items: Iterable[Item]) -> None:
-    """Raise ValueError unless the files of ``directory`` have the planned tensors and no others."""
+    """Raise ValueError unless the files of ``directory`` have exactly the tensors of ``items``, by key, dtype and
+    shape; reads only headers."""
     planned = {key: expected for item in items for key, expected in item.shapes.items()}
     checkpoint = read_headers(directory)
     found = {key: (tensor.dtype, tensor.shape) for key, tensor in checkpoint.tensors.items()}
@@ -129,20 +130,22 @@ def _problems(model: PreTrainedModel, shapes: Mapping[str, tuple[torch.dtype, tu
 
 
 def is_expert(name: str) -> bool:
-    """Return True if a module's or key's name belongs to the routed experts of a MoE."""
+    """Return True if the name of a module or tensor belongs to the routed experts of a MoE."""
     return ".experts." in name
 
 
 def fused_there(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Create a function that tells if a module name belongs to experts that transformers keeps fused in a quantized
-    checkpoint, and so dequantizes on loading (it replaces experts of other classes by Linears)."""
+    """Create a function that tells by a module's name if it belongs to experts that transformers keeps in fused
+    parameters when it loads a quantized checkpoint, and so dequantizes. For some classes of experts it creates
+    quantized Linears instead; these give False."""
     kinds = ((name, getattr(module, "replaces", "")) for name, module in model.named_modules())
     linears = tuple(f"{name}." for name, kind in kinds if linears_of_quantized(kind) is not None)
     return lambda name: is_expert(name) and not name.startswith(linears)
 
 
 def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None:
-    """Return the reason why transformers cannot read this checkpoint of ``model`` correctly; None if it can."""
+    """Return the reason why transformers cannot correctly load an export of ``model`` in layout ``compressed``; None if
+    it can."""
     layers = quantization.layers
     if any(isinstance(layer, QuantEmbedding) for layer in layers.values()):
         return "transformers does not load quantized embeddings"
@@ -179,9 +182,10 @@ def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None
 
 
 def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
-    """Find the names of layers whose weight the class of ``model`` reads although it is packed.
+    """List the layers whose attribute ``weight`` the code of ``model``'s class reads, although a packed layer has none.
 
-    A forward fails at the first missing weight, whose layer is unknown: then all layers are returned.
+    If a forward fails for a missing weight, the error does not say of which layer: then all packed Linears
+    are returned.
 
     Args:
         model: any model of the class, partitioned or not; only its config is read.

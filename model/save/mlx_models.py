@@ -25,7 +25,8 @@ _COMPOSITE = {
 
 
 def add_mlx_entries(config: dict[str, Any], model: PreTrainedModel, quantization: Quantization) -> None:
-    """Add to a config.json the entries that mlx-lm reads: ``quantization``, and keys as in published checkpoints.
+    """Add to ``config``, the contents of a config.json, the entries that mlx-lm reads: ``quantization``, and the keys
+    that checkpoints on the Hub have.
 
     From version 5 on, transformers writes ``rope_parameters``, which most of mlx-lm's classes silently ignore, instead
     of ``rope_theta`` and ``rope_scaling``, and ``num_local_experts`` instead of ``num_experts``.
@@ -56,8 +57,9 @@ def add_mlx_entries(config: dict[str, Any], model: PreTrainedModel, quantization
 
 
 def full_attention_interval(config: PretrainedConfig) -> int | None:
-    """Return n if each n-th layer has full attention and all others linear attention, as mlx-lm's Qwen3.5 computes;
-    None if a model has no linear attention. Raises ValueError for layers in another order."""
+    """Return n if each n-th layer has full attention and all others linear attention, as mlx-lm's Qwen3.5 computes (the
+    number of layers + 1 if all are linear); None if no layer is linear. Raises ValueError for layers in another
+    order."""
     kinds: list[str] = getattr(config, "layer_types", None) or []
     if "linear_attention" not in kinds:
         return None
@@ -71,7 +73,7 @@ def full_attention_interval(config: PretrainedConfig) -> int | None:
 
 
 def mlx_module(kind: str, on_disk: str) -> str:
-    """Return mlx-lm's name of a module by its name on disk, in a model of type ``kind``."""
+    """Return mlx-lm's name of the module that is called ``on_disk`` in a checkpoint of model type ``kind``."""
     if kind not in _COMPOSITE:
         return on_disk
     inner = on_disk.removeprefix("model.language_model.")

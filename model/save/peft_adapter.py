@@ -27,7 +27,8 @@ class PeftFolder:
     Attributes:
         tensors: tensors by key in the file; empty on all ranks except rank 0.
         config: contents of adapter_config.json.
-        base: digest of the checkpoint that the adapter was trained on, which a later run compares.
+        base: digest of the checkpoint that the adapter was trained on; a run that starts from the adapter compares it
+            with its own base.
     """
 
     tensors: dict[str, Tensor]
@@ -35,7 +36,7 @@ class PeftFolder:
     base: str
 
     def write(self, directory: Path) -> None:
-        """Write the folder from one process. Two writes of one adapter have the same bytes."""
+        """Write the files into ``directory``, from one process. The same adapter always gives the same bytes."""
         directory.mkdir(exist_ok=True)
         write_json(self.config, directory / CONFIG)
         shapes = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.tensors.items()}
@@ -46,8 +47,8 @@ class PeftFolder:
             writer.finish()
 
     def publish(self, out: Path) -> None:
-        """Write the folder and rename it when everything is on disk; a collective. Raises RankError if the folder
-        cannot be written, or if the adapter has NaN or Inf; then ``out`` is not created."""
+        """Write the folder under a temporary name, and rename it to ``out`` when everything is on disk; a collective.
+        Raises RankError if it cannot be written, or if the adapter has NaN or Inf; then ``out`` is not created."""
         with errors_on_all_ranks(ValueError, OSError):
             if is_main():
                 broken = [key for key, tensor in self.tensors.items() if not bool(tensor.isfinite().all())]
@@ -74,10 +75,10 @@ def collect_adapter(
     """Gather unmerged adapters to rank 0, in the model's dtype; a collective.
 
     Args:
-        model, quantization: the model and its quantized layers, with adapters of the same rank.
+        model, quantization: the model and its quantized layers; all adapters have the same LoRA rank.
         alpha, rslora, dropout: the recipe's values under ``adapter``.
         base_path: checkpoint to record as the adapter's base model.
-        base: digest of that checkpoint, which a later run compares.
+        base: digest of that checkpoint (:class:`PeftFolder`).
     """
     tensors: dict[str, Tensor] = {}
     adapters = {

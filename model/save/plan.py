@@ -40,24 +40,25 @@ class Item:
     """A module's own parameters, to be gathered, and the tensors on disk that they become.
 
     Attributes:
-        name: the module's name; for a quantizer of keys or values the key of its scale.
-        module: the module.
+        name: the module's name; for a quantizer of keys or values the key of its scale, for a copied tensor its key.
+        module: the module; None for a copied tensor.
         parameters: parameters to gather.
         shapes: dtype and shape of every tensor to write, by key on disk.
         layout: format of a QuantLayer; None for every other module, which is written unchanged.
-        linears: Linears on disk of a QuantLayer or a stack of experts, by their names there.
+        linears: parts of a QuantLayer or a stack of experts that are single Linears on disk, by their names on disk.
         plain: parameters and buffers written unchanged, and their locations on disk.
         fused: tensors on disk that each contain all experts of a stack, written in parts.
-        joined: for mlx and gpt_oss, whose experts share one tensor: by name of an expert's Linear, the name on disk and
-            the expert's index.
+        joined: for mlx and gpt_oss, which store all experts in one tensor: by name of an expert's Linear, the prefix
+            of the shared tensor's key and the expert's index in it.
         turned: True if the weight of a QuantLayer is written transposed.
-        copied: tensor of the source outside of any module, written unchanged, or decoded.
-        stored: tensors of the source that ``copied`` consists of, written instead of a decoded weight; only in exports
-            whose scales and codes are named as in the source.
+        copied: tensor of the source that belongs to no module of the model: written unchanged, or decoded if it is
+            quantized and ``stored`` is empty; None for modules.
+        stored: tensors of the source that are written unchanged in place of ``copied``: its codes and scales, or a
+            scale of keys or values; only in exports that have the source's format.
         source: scales of the source by key, for :func:`quant.formats.modelopt.modelopt_tensors`.
         kept: tensors of the source by key, which are written in place of the module's.
         rounded: tensors of the source by key that the module's dtype has rounded: they are written in the source's
-            dtype, and elements that training has not changed with the source's values.
+            dtype; elements that training has not changed get the source's values again.
     """
 
     name: str
@@ -96,19 +97,19 @@ def plan_shards(
     dtypes: Mapping[str, torch.dtype] | None = None,
     inputs: Mapping[str, DiskTensor] | None = None,
 ) -> list[list[Item]]:
-    """List modules with tensors of their own, in module order, then copied tensors, grouped by file.
+    """List the items of every file: of modules with tensors of their own, in module order, then of copied tensors.
 
     A tied parameter is written once, under its first name, or twice if the export keeps the source's format and the
-    source has it twice; a quantized one twice, except in :data:`TIED_LAYOUTS`. The tensors of a file total at most
-    ``max_shard_size`` bytes; a larger item gets its own file.
+    source has it twice. If it is quantized, it is written twice, except in :data:`TIED_LAYOUTS`, where it is written
+    once. The tensors of a file total at most ``max_shard_size`` bytes; a larger item gets its own file.
 
     Args:
         model, quantization, layout: the model, its quantized layers (or None), and their format on disk.
         checkpoint: headers of the checkpoint that the model was loaded from.
-        dtypes: None, or if format and schemes are those of ``checkpoint``, the dtypes of tensors that ``checkpoint``
-            has in another dtype than the model. Then scales have the shapes of ``checkpoint``, and codes that are
-            outside of the model are copied.
-        inputs: scales of inputs of ``checkpoint``, by key, that are written in place of the model's.
+        dtypes: None unless the export has the format and schemes of ``checkpoint``; then dtypes by key, in which
+            tensors are written instead of the model's. If given, scales get the shapes that they have in
+            ``checkpoint``, and codes outside of the model are copied.
+        inputs: input scales of ``checkpoint``, by key, that are written in place of the model's; None for none.
 
     Raises:
         ValueError: the layout cannot store a module (experts that share a tensor only on disk, a quantized Conv1D, an
@@ -181,7 +182,8 @@ def _as_stored(shapes: Shapes, beside: Mapping[str, DiskTensor], dtypes: Mapping
 
 
 def inverse_of(key: str) -> str:
-    """Return DeepSeek's name of a scale, which has the same meaning: ``weight_scale_inv``."""
+    """Return DeepSeek's key for the weight scale ``key``: it ends in ``weight_scale_inv`` instead of ``weight_scale``.
+    The values are the same."""
     return key.removesuffix(WEIGHT_SCALE) + INVERSE
 
 
@@ -260,14 +262,15 @@ def _quantized_item(
 
 
 def mlx_place(linear: str) -> tuple[str, int | None]:
-    """Find mlx-lm's module for a Linear, by the Linear's name on disk, and the expert's index in it (or None)."""
+    """Return the name of mlx-lm's module for a Linear (given by its name on disk), and the expert's index in this
+    module, None outside of experts."""
     expert = EXPERT.search(linear)
     return (linear, None) if expert is None else (EXPERT.sub(".switch_mlp.", linear), int(expert[1]))
 
 
 def linears_of_quantized(kind: str) -> Callable[[PretrainedConfig], nn.Module] | None:
-    """Return transformers' function that replaces experts of the class ``kind`` by Linears before it loads a quantized
-    checkpoint; None if it keeps them."""
+    """Return the function by which transformers replaces experts of the class named ``kind`` by Linears before it loads
+    a quantized checkpoint; None if it keeps these experts."""
     entry: Any = MODULES_TO_PATCH_FOR_QUANTIZATION.get(kind, {})
     applies = QuantizationMethod.COMPRESSED_TENSORS in entry.get("quantization_methods", ())
     linears: Callable[[PretrainedConfig], nn.Module] | None = entry["module_name"] if applies else None

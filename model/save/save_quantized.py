@@ -29,14 +29,14 @@ def save_quantized(
     layout: Layout = "compressed",
     max_shard_size: int = 5 * 10**9,
 ) -> ExportReport | None:
-    """Write a prepared or converted model as a checkpoint for transformers, vLLM and SGLang.
+    """Write a prepared or converted model (:mod:`quant.prepared`) as a checkpoint for the readers of ``layout``.
 
     Rank 0 writes, without a collective: call this function on rank 0 alone, or on all ranks.
 
     Args:
         model: whole on this rank, without wrappers such as DistributedDataParallel; it is only read.
         directory: directory to create.
-        tokenizer: written too, with its chat template.
+        tokenizer: written too, with its chat template; None writes none.
         layout: format of quantized layers, see :mod:`quant.formats.layouts`; not ``gguf``, which needs a source.
         max_shard_size: bytes of tensors per file.
 
@@ -44,8 +44,9 @@ def save_quantized(
         The summary of the export; None on all ranks but rank 0.
 
     Raises:
-        ValueError: the model is none of transformers, is partitioned, or contradicts its configuration.
-        RankError: as :func:`export_model`.
+        ValueError: the model is no transformers model, is partitioned, has no quantized layers, has experts in
+            transformers' own modules, or has separate parameters that its configuration ties.
+        RankError: for the reasons of :func:`export_model`, on rank 0 only.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(

@@ -33,11 +33,12 @@ class ShardWriter:
     Args:
         path: the file, which must not exist.
         shapes: dtype and shape of every tensor, by key.
-        head: first bytes of the file and offset of each tensor, for a file in another format or with metadata.
+        head: first bytes of the file, and offset of each tensor in the file by key, for another format or metadata.
+            None creates a safetensors header without metadata.
 
     Raises:
         OSError: the file cannot be created.
-        ValueError: safetensors files cannot store a dtype.
+        ValueError: ``head`` is None, and safetensors files cannot store a dtype.
     """
 
     def __init__(self, path: Path, shapes: Shapes, head: tuple[bytes, Mapping[str, int]] | None = None) -> None:
@@ -89,7 +90,7 @@ class ShardWriter:
         )
 
     def finish(self) -> None:
-        """Wait until everything is on disk.
+        """Check that every tensor was written, and wait until everything is on disk.
 
         Raises:
             OSError: the disk is full, or failed.
@@ -140,8 +141,8 @@ def _bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def safetensors_head(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """Build the header of a safetensors file with ``metadata``, and the offset of each tensor in the file. Raises
-    ValueError for a dtype that the format lacks."""
+    """Build the header of a safetensors file, with ``metadata`` in addition to ``format: pt``. Returns its bytes, and
+    the offset of each tensor in the file by key. Raises ValueError for a dtype that the format lacks."""
     if unknown := sorted({str(dtype) for dtype, _ in shapes.values() if dtype not in KINDS}):
         raise ValueError(f"safetensors files cannot store the dtypes {', '.join(unknown)}")
     places: dict[str, dict[str, object]] = {}

@@ -30,7 +30,7 @@ GATHER_BYTES = 32 * 2**20
 
 @dataclass
 class BufferedBytes:
-    """Counter of the bytes of tensors on this rank, with their peak."""
+    """Counter of the bytes of tensors that this rank holds now, and of their peak."""
 
     now: int = 0
     peak: int = 0
@@ -44,7 +44,7 @@ Writers = Callable[[Path, list[Item]], ShardWriter]
 
 
 def safetensors_file(path: Path, items: list[Item], metadata: Mapping[str, str] | None = None) -> ShardWriter:
-    """Create a safetensors file for the tensors of these items, with its header."""
+    """Create a safetensors file for the tensors of ``items``, and write its header with ``metadata``."""
     shapes = {key: shape for item in items for key, shape in item.shapes.items()}
     return ShardWriter(path, shapes, safetensors_head(shapes, metadata))
 
@@ -58,13 +58,13 @@ def write_shards(
         shards: items of each file.
         directory: output directory.
         single: file name if there is only one file.
-        writer: opens a file.
+        writer: function that creates a file, by its path and items.
 
     Returns:
-        The files' names, and the peak bytes of tensors on this rank.
+        The files' names, and the peak bytes of gathered and packed tensors on this rank.
 
     Raises:
-        RankError: on every rank, after the last collective of a file that rank 0 could not write.
+        RankError: on every rank, if rank 0 lacks memory, or could not write a file (after the gathers of this file).
     """
     limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard))
     by_shard = [list(batches(shard, lambda item: item.gathered_bytes, limit)) for shard in shards]
