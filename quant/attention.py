@@ -2,21 +2,21 @@
 for the keys and one for the values of a layer.
 
 vLLM stores ``e4m3(k / k_scale)``, saturating, and attention multiplies the stored codes by ``k_scale``, in prompt and
-generation; values have the same form with ``v_scale``. So do transformers and, since August 2026 (its pull request
-35455), SGLang with a compressed-tensors checkpoint. Scales are per layer, fp32 of shape [1], on disk
+generation; values have the same form with ``v_scale``. transformers does the same, and so does SGLang with a
+compressed-tensors checkpoint, since August 2026 (pull request 35455). Scales are per layer, fp32 of shape [1], on disk
 ``<attention>.k_scale`` and ``<attention>.v_scale``. This module multiplies by the reciprocal instead of dividing, which
 moves the code of about one value in a thousand to its neighbor. Attention kernels that also round queries and
 probabilities to fp8 are not simulated.
 
 transformers' models call attention through a registry of implementations (``AttentionInterface``), with queries, keys
-and values in their final form. :func:`wrap_attention` registers a wrapper under a name of its own, and sets the model
-to that name; rows that ranks share use it, too. :func:`attach_kv_cache` wraps the model's implementation (sdpa, eager,
-flex_attention, flash_attention_2 or the user's own) in one that quantizes keys and values with the scales of the
-attention module before. With transformers' cache, unquantized keys are stored and quantized when read. The result is
-the same, as tokens are quantized independently.
+and values in their final form. :func:`wrap_attention` registers a wrapper under a new name, and sets the model to that
+name; ``parallel.sequence`` uses it, too. :func:`attach_kv_cache` wraps the model's implementation (sdpa, eager,
+flex_attention, flash_attention_2 or the user's own) in a function that first quantizes keys and values with the scales
+of the attention module. With transformers' cache, unquantized keys and values are stored, and quantized when read. The
+result is the same, as tokens are quantized independently.
 
 Attention kernels keep the quantized keys and values for backward. The quantizer also keeps a 1-bit mask per element if
-the scale is fixed, or the unquantized keys and values if it learns.
+the scale is fixed, or the unquantized keys and values if the scale learns.
 """
 
 import inspect
@@ -41,10 +41,10 @@ _EAGER = "eager_attention_forward"
 
 
 def attention_modules(model: nn.Module, needed: str) -> dict[str, Any]:
-    """Find the modules that call an attention implementation, by name.
+    """Find the modules that call attention through transformers' ``AttentionInterface``; by module name.
 
-    ``needed`` ends the text of the error, with the reason and the remedy. Raises ValueError if no attention, or not all
-    of it, uses transformers' interface.
+    Raises ValueError if there is none, or another module has "attention" in its class name and contains none of them.
+    ``needed`` is the end of the error's text: what is not possible with such a model, and the remedy.
     """
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if _INTERFACE in _globals_used(module)}
@@ -82,12 +82,14 @@ def wrap_attention(
         model: a PreTrainedModel of transformers; parameters may be partitioned or on the meta device.
         attentions: result of :func:`attention_modules`.
         label: part of the wrapper's name in the registry.
-        wrap: makes the wrapper of an attention function.
-        needed: ends the text of errors, as in :func:`attention_modules`.
-        wrap_mask: makes the wrapper of the function that creates the implementation's masks, if it has one.
+        wrap: takes an attention function and returns its wrapper.
+        needed: end of the errors' text, as in :func:`attention_modules`.
+        wrap_mask: takes the function that creates the implementation's masks, if it has one, and returns its wrapper;
+            by default the function itself.
 
     Raises:
-        ValueError: ``model`` is no PreTrainedModel, has several or no known implementations, or a module keeps its own.
+        ValueError: ``model`` is no PreTrainedModel, its attention modules have different implementations, one has no
+            eager attention although the model uses it, or one does not take the wrapper.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
@@ -203,7 +205,8 @@ class QuantCache(nn.Module):
         self.input_observer: Observer | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Fake-quantize ``x [batch, KV heads, tokens, head size]``, in the model's dtype, with any strides."""
+        """Fake-quantize ``x [batch, KV heads, tokens, head size]``, in the model's dtype, with any strides; return it
+        unchanged while fake quantization is off."""
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
         learns = self.input_theta is not None and torch.is_grad_enabled()

@@ -5,7 +5,7 @@ multiplies the codes on fp8 tensor cores and the result by both scales. Backward
 dequantized operands in the model's dtype.
 
 A fake-quantized weight is not a leaf, so plain autograd would keep the whole tensor for backward and defeat ZeRO-3.
-This function therefore saves
+:class:`QuantLinearFunction` therefore saves
 
 * the weight **Parameter** (ZeRO-3 gathers it again in backward), and quantizes it again unless its codes are kept
   because the weight stays resident,
@@ -13,9 +13,9 @@ This function therefore saves
   them again,
 * the scale Parameters, a few bytes,
 * the input, in one of three forms: 1-byte codes and a 1-bit mask of the unclipped elements if its scale is stored and
-  does not learn; packed codes and scales (:func:`quant.kernels.keep_tokens`) for floats with dynamic scales and
-  ``dynamic_codes``; otherwise, and if attention keeps the input anyway (:mod:`quant.inputs`), the input itself. Layers
-  that read the same tensor share one copy.
+  does not learn; packed codes and scales (:func:`quant.kernels.keep_tokens`) for float formats with dynamic scales, if
+  ``dynamic_codes`` is set and attention does not keep the input anyway (:mod:`quant.inputs`); otherwise the input
+  itself. Layers that read the same tensor share one copy.
 
 Nothing is saved or computed for an operand that needs no gradient.
 
@@ -54,11 +54,12 @@ class Plan:
         fp8_gemm: multiply the codes. Both operands must be e4m3 with one scale per tensor; ``in`` and ``out`` are
             multiples of 16.
         fast_accum: accumulate the fp8 GEMM in Hopper's tensor cores, faster but in fewer bits than fp32.
-        held: layout of the codes if ``weight`` is a packed weight (frozen, stored as codes); else None.
-        restored: cache for backward: the quantized input, decoded once for all layers with the same input.
-        dynamic_codes: save codes for backward also of e4m3 or e2m1 inputs with dynamic scales: less memory, but decoded
-            again.
-        weight_scale: precomputed effective scale of the weight for the fp8 GEMM, or None.
+        held: layout of the codes if the layer's weight is packed (frozen, stored as codes); else None.
+        restored: cache for backward: the quantized input, decoded once for all layers with the same input; None if it
+            is not shared.
+        dynamic_codes: for e4m3 or e2m1 inputs with dynamic scales, save codes for backward instead of the input: less
+            memory, but backward decodes them.
+        weight_scale: precomputed effective scale of the weight for the fp8 GEMM; None if the forward computes it.
         scaling: factor of the adapter that is merged into the weight, if there is one.
     """
 
@@ -96,9 +97,9 @@ def quant_linear(
         weight_scale, input_scale: None if none is stored. A scale whose theta trains is passed even if the operand is
             not quantized: its gradient is then zeros.
         plan: which operands are quantized, and how the product is computed.
-        weight_codes: the weight's codes, if already computed.
-        shared: cache of the quantized input for layers that read the same tensor.
-        offsets: for a stack, the ends of the experts' rows, int32 ``[E]``.
+        weight_codes: the weight's codes, if already computed; else None.
+        shared: cache of the quantized input for layers that read the same tensor; None if no other layer reads it.
+        offsets: for a stack, the ends of the experts' rows, int32 ``[E]``; else None.
         adapter: adapter to merge into the weight, which is then frozen, or the weight's decoupled scale; or None.
 
     Returns:
@@ -146,8 +147,8 @@ def _learns(scale: Scale | None) -> bool:
 
 
 class Arguments(NamedTuple):
-    """Tensor arguments of :class:`QuantLinearFunction` after its plan, and tensors that it saves for backward. A field
-    is None if the layer has no such tensor.
+    """Tensor arguments of :class:`QuantLinearFunction`, which follow its argument ``plan``; also the tensors that it
+    saves for backward. A field is None if the layer has no such tensor, or does not save it.
 
     ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`. Saved are ``x`` (the input or its codes),
     the weight with its codes, scales and adapter, the scale of the input, ``mask``, ``scales`` and ``offsets``.
@@ -180,8 +181,8 @@ class Arguments(NamedTuple):
         return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
 
     def merged(self, plan: Plan) -> "Arguments":
-        """Return the arguments with the adapter or the decoupled scale, if there is one, merged into the weight, which
-        is decoded if packed."""
+        """Return the arguments with the adapter merged into the weight (first decoded if packed), or with the
+        decoupled scale if the plan quantizes the weight; unchanged without either."""
         if self.code_theta is not None and plan.weight is not None:
             return self._replace(weight=weight_for_codes(self.weight, self.code_theta, plan.weight))
         if self.lora_a is None:
@@ -192,8 +193,8 @@ class Arguments(NamedTuple):
         return self._replace(weight=merge(weight, self.lora_a, self.lora_b, plan.scaling))
 
     def unpacked(self, plan: Plan) -> "Arguments":
-        """Return the arguments with ``weight_codes`` set, if the weight stores codes (packed weight or placeholder). A
-        merged adapter's sum has none."""
+        """Return the arguments with ``weight_codes`` taken from the weight, if it stores codes (packed weight, or
+        :func:`quant.packed_weight.placeholder`); otherwise unchanged, also if an adapter is merged into the weight."""
         if plan.held is not None and self.lora_a is None:
             return self._replace(weight_codes=plan.held.unpack(self.weight))
         if plan.weight is None or not is_placeholder(self.weight):
@@ -213,7 +214,8 @@ class QuantLinearFunction(torch.autograd.Function):
     """Autograd function of :func:`quant_linear`: saves the tensors for backward and computes the gradients.
 
     ``apply(plan, *Arguments)`` returns a tensor of the output's shape without values or memory;
-    :class:`_ProductFunction` then computes the output. torch.compile would reject a tensor that is passed twice.
+    :class:`_ProductFunction` then computes the output. No tensor is passed twice in one call: torch.compile would
+    reject it.
 
     The merged weight of an adapter exists only while the layer runs. The adapter's gradients are computed from ``g``,
     the gradient of the merged weight, which is also temporary (for a stack, per expert); for an unquantized weight see
@@ -333,8 +335,8 @@ def product(plan: Plan, given: Arguments) -> Tensor:
 def used_weight(
     weight: Tensor, quantizer: Quantizer | None, codes: Tensor | None, *, after: Tensor | None = None
 ) -> Tensor:
-    """Return the weight that the GEMM in the model's dtype multiplies: fake-quantized (from ``codes``, if they are
-    given), or unchanged without a quantizer."""
+    """Return the weight that the GEMM in the model's dtype multiplies: fake-quantized (``codes`` dequantized, if they
+    are given), or unchanged without a quantizer. ``after`` has no effect on it (:mod:`quant.kernels.operators`)."""
     if quantizer is None:
         return weight
     if codes is None:
@@ -411,7 +413,8 @@ def _used_input(ctx: Any, saved: Arguments, unmasked: Tensor | None, *, after: T
 
 class UsedWeightFunction(torch.autograd.Function):
     """Autograd function that fake-quantizes a weight, for layers whose product is not a plain GEMM, such as lm_head.
-    ``apply(spec, factor, weight, *scale)``, where ``factor`` multiplies theta's gradient. Saves the Parameters."""
+    ``apply(spec, factor, weight, *scale)``: ``factor`` multiplies theta's gradient, ``scale`` are the fields of the
+    weight's :class:`quant.scale.Scale`. Saves the Parameters of weight and scale for backward."""
 
     @staticmethod
     def forward(ctx: Any, spec: TensorSpec, factor: float, weight: Tensor, *scale: Any) -> Tensor:

@@ -2,8 +2,9 @@
 
 The quantizers compute a scale for each of many equal runs of consecutive elements. A block of ``size x size`` elements
 covers runs in ``size`` rows, so its scale is repeated for each of them, and what is computed per run is combined per
-block. The last blocks of a weight's rows and columns may be smaller. If ``size`` does not divide a row, the run is the
-greatest common divisor of both (:meth:`quant.spec.TensorSpec.run_length`): 64 for rows of 576 in blocks of 128.
+block. The last blocks of a weight's rows and columns may be smaller. If ``size`` does not divide the length of a row,
+a run has the greatest common divisor of both as its length (:meth:`quant.spec.TensorSpec.run_length`): 64 for rows of
+576 in blocks of 128.
 """
 
 from torch import Tensor
@@ -13,8 +14,8 @@ from quant.spec import TensorSpec
 
 
 def per_run(scale: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """Repeat the scales of the blocks of a weight ``[..., out, in]`` for every run: ``[..., ceil(out / size), ceil(in /
-    size)]`` to ``[..., out, in / run]``, contiguous. Scales that are not per block are returned unchanged."""
+    """Repeat the scales of the blocks of a weight of ``shape [..., out, in]`` for every run: ``[..., ceil(out / size),
+    ceil(in / size)]`` to ``[..., out, in / run]``, contiguous. Scales that are not per block are returned unchanged."""
     if spec.granularity != "block":
         return scale
     scale = scale.repeat_interleave(spec.rows_per_scale, -2).narrow(-2, 0, shape[-2])
@@ -22,7 +23,8 @@ def per_run(scale: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
 
 
 def per_run_of_rows(scale: Tensor, in_features: int, spec: TensorSpec) -> Tensor:
-    """Repeat the scales ``[..., ceil(in / size)]`` of rows for every run, to ``[..., in / run]``, contiguous."""
+    """Repeat the block scales of each row, ``[..., ceil(in / size)]``, for every run of the row: ``[..., in / run]``,
+    contiguous."""
     size, run = spec.rows_per_scale, spec.run_length((1, in_features))
     if run < size:
         scale = scale.repeat_interleave(size // run, -1).narrow(-1, 0, in_features // run)

@@ -5,8 +5,9 @@
     code = round(w * exp(code_theta) / s)     w_hat = code * s
 
 The stored scale ``s`` alone is exported, so readers see an ordinary quantized weight. The weight ``w`` is frozen. The
-gradients are those of the quantizer (``quant/reference.py``) at the weight ``w * exp(code_theta)``; the gradient of
-code_theta is the sum over the elements of this weight's gradient times this weight. AngelSlim calls this FOCUS.
+gradients are those of the quantizer (``quant/reference.py``) at the weight ``w * exp(code_theta)``; the gradient of an
+element of code_theta is that weight's gradient times that weight, summed over the weights that share the element.
+AngelSlim calls this method FOCUS.
 
 As in :func:`quant.lora.merge` the factor is computed in fp64, so that a GPU, another machine and any slice of the
 weight get the same bits, and the product is rounded to the weight's dtype.
@@ -57,8 +58,8 @@ def weight_for_codes(weight: Tensor, code_theta: Tensor, spec: TensorSpec) -> Te
 def part_for_codes(
     part: Tensor, start: int, weight_shape: tuple[int, ...], code_theta: Tensor, spec: TensorSpec
 ) -> Tensor:
-    """Compute elements ``[start, start + len(part))`` of :func:`weight_for_codes`, flat and bit for bit, from the same
-    elements of the weight."""
+    """Compute the elements ``[start, start + len(part))`` of the flattened result of :func:`weight_for_codes`, with the
+    same bits, from ``part``: these elements of the flattened weight. ``weight_shape`` is the whole weight's shape."""
     theta = per_run(code_theta, weight_shape, spec).to(part.device).flatten()
     factors = kernels.multiply_runs(torch.ones_like(theta, dtype=torch.float32), theta)
     places = torch.arange(start, start + part.numel(), device=part.device) // spec.run_length(weight_shape)
@@ -66,10 +67,10 @@ def part_for_codes(
 
 
 def code_theta_gradient(grad: Tensor, weight: Tensor, code_theta: Tensor, spec: TensorSpec, factor: float) -> Tensor:
-    """Compute the gradient of code_theta, times ``factor``.
+    """Compute the gradient of code_theta, times ``factor``, in the shape and dtype of code_theta.
 
     Args:
-        grad, weight: gradient of, and values of, the weight that was quantized (:func:`weight_for_codes`).
+        grad, weight: ``weight`` is the result of :func:`weight_for_codes`, ``grad`` its gradient.
         code_theta, spec: as in that function.
         factor: LSQ's gradient scale, as for theta.
     """

@@ -3,9 +3,9 @@
 The input of q, k and v, and of gate and up, is the output of an RMSNorm; the input of down is ``silu(gate) * up``. The
 model's own modules write these tensors in the model's dtype, and the layers read them again to quantize them. The
 modules here replace the model's own, keep their Parameters and children under the same names, and return codes
-(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.reference`. They need layers with a static input scale. While
-fake quant of a reader's input is off, or an observer measures it, the module computes the same bits as the replaced
-one.
+(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.reference`. All readers of a module must share one static
+input scale that does not learn. While fake quant of a reader's input is off, or an observer measures it, the module
+computes the same bits as the module that it replaced.
 """
 
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ class FusedModule(nn.Module):
         return Quantizer(Scale(self.input_s0), spec, dtype)
 
     def output(self, like: Tensor, values: Tensor, codes: Tensor) -> QuantizedActivation:
-        """Build the output, which looks like ``like``, from what the fused kernel returned: quantized values, codes, or
-        both. The readers take these; the output has no values of its own."""
+        """Build the output in the shape and dtype of ``like``: a tensor without values that carries the results of the
+        fused kernel to the readers, ``codes`` and the fake-quantized ``values`` (empty if not computed)."""
         quantized = QuantizedInput(values if values.numel() == codes.numel() else None, codes)
         return QuantizedActivation(like, quantized, Restored(), self.source, self.shared_input)
 
@@ -95,8 +95,9 @@ class FusedRMSNorm(FusedModule):
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x [..., features]``; the result has the same shape. If the layers that read it take
-        codes, it is a :class:`quant.inputs.QuantizedActivation`."""
+        """Normalize ``x [..., features]``; the result has the same shape. It is a
+        :class:`quant.inputs.QuantizedActivation` if :meth:`passes_codes` and ``x`` has the weight's dtype; else an
+        ordinary tensor."""
         if x.dtype != self.weight.dtype or not self.passes_codes():
             return rms_norm(x, self.weight, self.variance_epsilon)
         trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
@@ -141,7 +142,7 @@ class _NormFunction(torch.autograd.Function):
 
 
 class FusedSwiGLU(FusedModule):
-    """``silu(gate) * up``, replacing the activation ``act`` of an MLP, read by one layer."""
+    """Module that computes ``silu(gate) * up`` for one reader, ``down``; replaces the activation ``act`` of an MLP."""
 
     def __init__(self, act: nn.Module, source: str, down: QuantLinear) -> None:
         super().__init__(source, [down])
@@ -149,8 +150,9 @@ class FusedSwiGLU(FusedModule):
         self.train(act.training)
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Compute ``silu(gate) * up`` of two tensors of one shape; the result has the same shape. If the
-        layer that reads it takes codes, it is a :class:`quant.inputs.QuantizedActivation`."""
+        """Compute ``silu(gate) * up`` of two tensors of one shape; the result has the same shape. It is a
+        :class:`quant.inputs.QuantizedActivation` if :meth:`passes_codes` and both have one dtype; else an ordinary
+        tensor."""
         if gate.dtype != up.dtype or not self.passes_codes():
             product: Tensor = self.act(gate) * up
             return product
@@ -201,7 +203,7 @@ class Fused(NamedTuple):
 
     Attributes:
         norms, mlps: names of the replaced modules.
-        left: names of modules that could be fused but were not replaced, with the reasons.
+        left: norms and MLPs of known decoder layers that were not replaced: the reason by module name.
     """
 
     norms: list[str]
@@ -216,11 +218,11 @@ class Fused(NamedTuple):
 
 
 def fuse(model: nn.Module) -> Fused:
-    """Replace norms and MLPs of ``model`` in place by modules that quantize their output, where the layers that read it
-    can take codes.
+    """Replace norms and MLPs of ``model`` in place by modules that quantize their output, where all layers that read
+    the output can take codes.
 
     Call it after rotations and adapters are attached, since layers with a rotation or an adapter need values instead of
-    codes. Parameters may be partitions. Raises ValueError if nothing can be fused.
+    codes. Parameters may be partitions. Raises ValueError, with the reasons, if nothing can be fused.
     """
     modules, fused = dict(model.named_modules()), Fused([], [], {})
     for prefix, layer in modules.items():

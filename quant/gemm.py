@@ -31,7 +31,7 @@ _MATRICES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast on the device of ``x``, if it is enabled."""
+    """Return a context in which autocast is disabled on the device of ``x``."""
     device = x.device.type  # is_autocast_enabled raises for the meta device, where nothing is computed anyway
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if autocast else nullcontext()
@@ -44,11 +44,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, offsets: Tenso
         x: ``[..., in]``; for a stack ``[rows, in]``.
         weight: ``[out, in]``, or a stack ``[E, out, in]``, in the dtype of ``x``.
         bias: ``[out]`` or None; None for a stack.
-        offsets: for a stack, int32 ``[E]``; the last is the number of rows.
+        offsets: for a stack, the ends of the experts' rows, int32 ``[E]``; else None.
 
     Returns:
-        ``[..., out]``. Differentiable; for a stack, the Parameter is saved for backward, not a view of it, which would
-        keep the tensor gathered by ZeRO-3 alive.
+        ``[..., out]``. Differentiable. For a stack, the Parameter itself is saved for backward: a view of it would keep
+        the tensor gathered by ZeRO-3 alive.
     """
     return F.linear(x, weight, bias) if offsets is None else _StackFunction.apply(x, weight, offsets)
 
@@ -82,11 +82,12 @@ def scaled_linear(
     """Compute ``(x @ weight.t()) * x_scale * weight_scale + bias`` of e4m3 codes, on fp8 tensor cores if available.
 
     Args:
-        x, weight, bias, offsets: codes ``[..., in]`` and ``[out, in]`` (multiples of 16), ``[out]`` or None; for a
-            stack (only if :func:`takes_codes_of_stacks`) ``[rows, in]``, ``[E, out, in]``, None, and the ends of the
-            experts' rows, int32 ``[E]``.
-        x_scale, weight_scale: fp32 ``[1]``; for a stack the latter is ``[E]``.
+        x: codes ``[..., in]``; for a stack ``[rows, in]``.
+        x_scale, weight_scale: fp32 ``[1]``; for a stack ``weight_scale`` is ``[E]``.
+        weight: codes ``[out, in]``, multiples of 16; or a stack ``[E, out, in]``, if :func:`takes_codes_of_stacks`.
+        bias: ``[out]`` or None; None for a stack.
         dtype: dtype of the result.
+        offsets: for a stack, the ends of the experts' rows, int32 ``[E]``; else None.
         fast_accum: accumulate in Hopper's tensor cores, in fewer bits than fp32, as vLLM does (see
             docs/how_a_layer_computes.md); otherwise partial sums are moved to fp32 regularly. CPUs always add in fp32.
 
@@ -228,7 +229,8 @@ def _skips_empty_experts(gradient: Tensor) -> bool:
 
 
 def zero_where_empty_(gradient: Tensor, offsets: Tensor) -> Tensor:
-    """Zero the gradient ``[E, out, in]`` of experts without rows, in place and without a device sync."""
+    """Zero the part of ``gradient [E, out, in]`` that belongs to experts without rows, in place and without a device
+    sync, and return ``gradient``."""
     empty = offsets == F.pad(offsets[:-1], (1, 0))
     return gradient.masked_fill_(empty[:, None, None], 0)
 
@@ -242,13 +244,13 @@ def hadamard(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def rotate(values: Tensor, block: int) -> Tensor:
-    """Rotate each block of ``block`` values along the last axis of ``values [..., n block]``: ``x H / sqrt(block)``
+    """Rotate each block of ``block`` values along the last axis of ``values [..., n * block]``: ``x H / sqrt(block)``
     with Sylvester's symmetric H; differentiable.
 
-    The rotation is its own inverse, and a weight ``[out, in]`` rotated by this function takes inputs rotated by it. A
-    block is a power of 4, so that 1 / sqrt(block) is a power of two: every entry is exact in fp16 and bf16, products
-    with it are exact, and only the fp32 sum is rounded, once. The type ``hadamard`` of compressed-tensors (0.20.0,
-    ``transform/factory/hadamard.py``) is the same rotation and also sums in fp32.
+    The rotation is its own inverse. A Linear computes the same output if this function rotates both its weight ``[out,
+    in]`` and its input. ``block`` is a power of 4, so that 1 / sqrt(block) is a power of two: every entry of the matrix
+    is exact in fp16 and bf16, products with it are exact, and only the fp32 sum is rounded, once. The type ``hadamard``
+    of compressed-tensors (0.20.0, ``transform/factory/hadamard.py``) is the same rotation and also sums in fp32.
     """
     with without_autocast(values):
         rotated = values.unflatten(-1, (-1, block)) @ _rotation_matrix(block, values.dtype, values.device)

@@ -38,12 +38,13 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
     """Choose codes and scales of some rows ``w`` of a Linear so that the error of its outputs is small.
 
     GPTQ chooses the codes. For integer formats scales are then fitted to the codes, and both steps are run
-    :data:`ROUNDS` times; scales of float formats do not change. A row that ends with a larger error than nearest codes
-    have keeps the nearest codes and its given scales.
+    :data:`ROUNDS` times; scales of float formats do not change. A row whose error would be larger than with rounding to
+    nearest gets the nearest codes and keeps its given scales.
 
     Args:
         weight: ``[rows, in]`` in the model's dtype.
-        quantizer: effective scales of these rows, with zero points ``[rows, groups]`` if the format has them.
+        quantizer: its ``scale.s0`` is the effective scale ``[rows, groups]`` of these rows, ``scale.zero`` their zero
+            points in the same shape, or None.
         gram: ``H = X'X [in, in]`` of the inputs ``X [tokens, in]``, fp64.
 
     Returns:
@@ -75,15 +76,15 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
 def compensate(
     weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, dtype: torch.dtype, damping: float = DAMPING
 ) -> Tensor:
-    """Compute weights whose nearest codes are GPTQ's codes: each element plus the errors of the columns before it, the
-    value that GPTQ rounds.
+    """Compute weights whose nearest codes are GPTQ's codes: each element with the value that GPTQ rounds, which
+    compensates for the errors of the columns rounded before.
 
     Args:
         weight: ``[rows, in]``, some or all rows of a Linear.
-        scale: ``s0`` is the effective scale ``[rows, groups]`` of these rows, ``zero`` their zero points.
+        scale: ``s0`` is the effective scale ``[rows, groups]`` of these rows, ``zero`` their zero points or None.
         spec: number format.
         gram: ``H = X'X [in, in]`` of the inputs ``X [tokens, in]``, fp64.
-        dtype: the model's dtype, in which codes and scales are multiplied.
+        dtype: the model's dtype, to which the product of code and scale is rounded.
         damping: added to the diagonal of ``H``, as a share of its mean.
 
     Returns:
@@ -117,8 +118,8 @@ def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, d
     """Fit scales to given codes so that the output error is smallest.
 
     For each row, the scales ``s_g`` minimize ``(w - sum_g s_g q_g) H (w - sum_g s_g q_g)``, where ``q_g`` has the codes
-    inside group ``g`` and 0 elsewhere: a linear system with as many unknowns as groups. A row keeps its scales if it
-    has no finite solution, or the sign of one would change.
+    inside group ``g`` and 0 elsewhere: a linear system with as many unknowns as groups. A row keeps its scales if its
+    system has no finite solution, or a scale would change its sign.
 
     Args:
         weight: ``[rows, in]``.
@@ -151,14 +152,15 @@ def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, d
 
 
 def add_inputs(gram: Tensor, x: Tensor) -> None:
-    """Add ``X'X`` of inputs ``x [tokens, in]`` to ``gram [in, in]``, fp64; the products of one call are summed in
-    fp32."""
+    """Add ``X'X`` of inputs ``x [tokens, in]`` to ``gram [in, in]`` in place; ``gram`` is fp64, ``X'X`` of one call is
+    computed in fp32."""
     x = x.float()
     gram += x.T @ x
 
 
 def row_errors(difference: Tensor, gram: Tensor) -> Tensor:
-    """Compute ``|X d|^2`` of each row ``d`` of ``difference [rows, in]``: fp64 ``[rows]``."""
+    """Compute ``|X d|^2 = d H d`` for each row ``d`` of ``difference [rows, in]``, with ``gram`` as ``H``: fp64
+    ``[rows]``."""
     parts = (rows.to(gram.dtype) for rows in difference.split(_ROWS))
     return torch.cat([((rows @ gram) * rows).sum(1, dtype=torch.float64) for rows in parts])
 

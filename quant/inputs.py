@@ -7,18 +7,19 @@ each module needs the dequantized input; the first module decodes it for all (:c
 module an alias of the tensor, so two inputs are the same if they share memory and version. Nothing is cached under
 ``torch.compile``: the compiler merges identical operators.
 
-If all layers that read a norm's output quantize it with one fixed scale, the norm returns codes only: a tensor with
-shape, dtype, device and gradient but without values (:class:`QuantizedActivation`), from which the layers take the
-codes (:meth:`SharedInput.get`). Any other use of its values (a router, a hook, an unknown forward) raises an error that
-names the cause.
+If all layers that read a norm's output quantize it with one fixed scale, the norm (:mod:`quant.fused`) may return
+codes instead of values: a tensor with shape, dtype, device and gradient but without values
+(:class:`QuantizedActivation`), from which the layers take the codes (:meth:`SharedInput.get`). Any other use of the
+tensor's values (a router, a hook, an unknown forward) raises an error that names the cause.
 
 Layers keep codes for backward so that the input can be freed. The input of o_proj would not be freed, as it is a view
-of fused attention's output, which attention keeps for its own backward. So o_proj keeps the input instead of codes, at
-no cost, and quantizes it again in backward, with the same bits. :func:`kept_by_attention` detects it in the autograd
-graph: behind the input there are only view nodes, then attention's node. Any computation in between (a gate, a cast, a
-copy in another layout, a rotation) has its own node, and codes are kept. Eager attention does not count, as its last
-product saves its operands, not its output. A wrong detection would cost memory, but never change results: the input
-shares attention's version counter, so that a write to either between forward and backward raises.
+of fused attention's output, which attention keeps for its own backward. So if its scales are dynamic, o_proj keeps the
+input instead of codes, at no cost, and quantizes it again in backward, with the same bits. :func:`kept_by_attention`
+detects such an input in the autograd graph: behind the input there are only view nodes, then attention's node. Any
+computation in between (a gate, a cast, a copy in another layout, a rotation) has its own node, and codes are kept.
+Eager attention does not count, as its last product saves its operands, not its output. A wrong detection would cost
+memory, but never change results: the input shares the version counter of attention's output, so that a write to either
+between forward and backward raises.
 """
 
 import weakref
@@ -67,8 +68,8 @@ class Wanted(NamedTuple):
 def quantize_input(
     x: Tensor, scale: Scale | None, spec: TensorSpec, model_dtype: torch.dtype, wanted: Wanted
 ) -> QuantizedInput:
-    """Quantize ``x`` for the GEMM, with the tensors that backward needs. A dynamic input has no stored scale except a
-    global one."""
+    """Quantize ``x`` for the GEMM, with the tensors that backward needs. ``scale`` is the stored scale of the input; of
+    a dynamic input the global scale, or None if the format has none."""
     if spec.dynamic:
         return _quantize_dynamic(x, None if scale is None else scale.s0, spec, wanted)
     assert scale is not None
@@ -88,10 +89,10 @@ class Restored:
     """Cache, during backward, of the dequantized input that several layers share.
 
     Autograd nodes of layers with the same input share this object, created in forward and empty until their first
-    backward. It is emptied after the last of these backwards, when another cache is filled (only one is filled at a
-    time), and at the end of a backward pass that reached only some of the layers. After a backward that raised, it is
-    freed with the nodes. If it is empty, or saved tensors were moved to other memory, the input is dequantized again,
-    with the same bits.
+    backward. It is emptied after the last of these backwards, when another :class:`Restored` is filled (only one is
+    filled at a time), and at the end of a backward pass that reached only some of the layers. After a backward that
+    raised, it is freed with the nodes. If it is empty, or saved tensors were moved to other memory, the input is
+    dequantized again, with the same bits.
 
     Attributes:
         layers: number of layers that keep the input for backward.
@@ -105,7 +106,8 @@ class Restored:
         self._entry: tuple[Tensor, Tensor] | None = None
 
     def has(self, kept: Tensor) -> bool:
-        """Return True if the values of ``kept`` are cached, so that :meth:`get` computes nothing."""
+        """Return True if the dequantized form of ``kept``, a tensor saved for backward (the input or its codes), is
+        cached, so that :meth:`get` computes nothing."""
         return self._entry is not None and _same_memory(self._entry[0], kept)
 
     def get(self, kept: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -164,11 +166,11 @@ class SharedInput:
     def get(
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
-        """Return the quantized ``x``, cached or computed by ``make``, and the cache of its dequantized form for
-        backward; None in place of this cache if nothing is shared.
+        """Return the quantized ``x``, cached for the same ``wanted`` or computed by ``make``, and the cache of its
+        dequantized form for backward; None in place of this cache if nothing is shared.
 
-        The quantized input of a :class:`QuantizedActivation` has no mask. Raises RuntimeError if a
-        :class:`QuantizedActivation` lacks a needed output: fake quantization was switched between norm and layer.
+        A :class:`QuantizedActivation` carries its quantized form, which has no mask. Raises RuntimeError if this lacks
+        the values that the layer needs: fake quantization was switched between norm and layer.
         """
         if isinstance(x, QuantizedActivation) and x.readers is self:
             if x.quantized.values is None and not wanted.codes_for_gemm:
@@ -212,8 +214,8 @@ class QuantizedActivation(Tensor):
     Only detach (used by ZeRO-3's hooks), new_empty and shape queries are allowed; all else raises RuntimeError.
 
     Attributes:
-        quantized: the quantized form. The producer (a fused norm or SwiGLU) keeps its mask and masks the gradient for
-            all readers.
+        quantized: the quantized form, without a mask: the producer (a fused norm or SwiGLU) keeps the mask itself, and
+            masks the gradient for all readers.
         restored: cache of the dequantized input for backward.
         source: name of the producer, for an error.
         readers: the cache from which the layers take the quantized form.
@@ -283,8 +285,8 @@ def kept_by_attention(x: Tensor, aliases: frozenset[str] = frozenset()) -> bool:
 
     Args:
         x: a layer's input, with its autograd graph.
-        aliases: names of additional autograd Functions whose output shares the memory and version of their one input;
-            this cannot be detected.
+        aliases: names of autograd Functions to treat as views, too: their output shares memory and version with their
+            one input, which the graph does not show.
     """
     if torch.compiler.is_compiling():
         return False

@@ -1,8 +1,8 @@
 """Modules that replace a quantized nn.Linear, a quantized nn.Embedding, or a stack of expert Linears.
 
-A module keeps the Parameters of the layer it replaces (under ZeRO-3 with their partition state) and adds the scales,
-which layers that serving fuses share. Fake quantization is a switch, not a structure: a schedule may turn it on in the
-middle of a run.
+A module keeps the Parameters of the layer it replaces (under ZeRO-3 with their partition state) and adds Parameters for
+its scales; layers that serving fuses share some of these (:mod:`quant.quantization`). Fake quantization is a switch,
+not a structure: a schedule may turn it on in the middle of a run.
 
 A stack ``[E, out, in]`` of all experts of a MoE layer is one Parameter: one gather under ZeRO-3, one launch of the
 quantizer, one grouped GEMM. Rules, checkpoints and serving use the Linears of single experts, with names such as
@@ -182,8 +182,8 @@ class QuantLayer(nn.Module):
         self.adapter = adapter
 
     def merged_weight(self) -> Tensor:
-        """Return the weight before quantization, with a merged adapter, without a gradient. Parameters must be
-        gathered."""
+        """Return the weight before quantization, without a gradient: decoded if packed, with the adapter or decoupled
+        scale merged into it; unchanged by an adapter that adds to the output. Parameters must be gathered."""
         weight = self.weight if self.held is None else self.held.values(self.weight, self._weight_quantizer())
         return weight.detach() if self.adapter is None else self.adapter.merged(weight)
 
@@ -224,7 +224,8 @@ class QuantLinear(QuantLayer):
 
     Attributes:
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
-        dynamic_codes: save codes for backward also of inputs with dynamic scales: less memory, but decoded again.
+        dynamic_codes: for e4m3 or e2m1 inputs with dynamic scales, save codes for backward instead of the input: less
+            memory, but backward decodes them.
         aliases: names of autograd Functions whose output is the same tensor as their input; used to detect attention's
             output.
         rotation: block size of the Hadamard rotation of the input (:func:`quant.gemm.rotate`), whose inverse the weight
@@ -309,8 +310,8 @@ class QuantLinear(QuantLayer):
         return output if beside is None else output + beside.added(x, self.training)
 
     def used_weight(self) -> Tensor:
-        """Return the weight ``[out, in]`` as the forward multiplies it, fake-quantized if that is on; differentiable,
-        without adapters. For callers whose product is not a plain GEMM."""
+        """Return the weight ``[out, in]`` as the forward multiplies it: fake-quantized if ``weight_fake_quant``, else
+        unchanged; differentiable. For callers whose product is not a plain GEMM; the layer must have no adapter."""
         assert self.adapter is None, "lm_head is no target of adapters"
         if torch.is_grad_enabled():
             self.trained = True
@@ -345,8 +346,8 @@ class QuantLinear(QuantLayer):
 def weights_changed(model: nn.Module) -> None:
     """Invalidate everything that layers of ``model`` derived from their weights or scales.
 
-    The training loop calls it after every optimizer step, load and write of scales. Layers cannot detect changes:
-    DeepSpeed writes to ``.data``, which does not change a tensor's version.
+    Call this function after every optimizer step, after loading weights and after writing scales. Layers cannot detect
+    changes: DeepSpeed writes to ``.data``, which does not change a tensor's version.
     """
     for module in model.modules():
         if isinstance(module, QuantLayer):
@@ -457,8 +458,8 @@ class LinearPart:
     Attributes:
         name: module name of the Linear in the checkpoint.
         out_features, in_features: its sizes.
-        expert: index in the stack; None if the layer is the Linear itself.
-        first_row: index of its first row in the expert's weight.
+        expert: index of the expert in the stack; None if the layer is the Linear itself.
+        first_row: index of the Linear's first row in the expert's weight.
         projections: number of Linears in the expert's weight.
     """
 

@@ -64,7 +64,7 @@ class Adapter:
         lora_a: ``[rank, in]``, or ``[E, rank, in]`` for a stack, in the weight's dtype.
         lora_b: ``[out, rank]`` or ``[E, out, rank]``, in the weight's dtype; starts as zeros, so that at step 0 the
             model computes the same as without the adapter.
-        scaling: factor of their product.
+        scaling: factor of ``lora_b @ lora_a``.
     """
 
     parameters = ("lora_a", "lora_b")
@@ -81,8 +81,8 @@ class Adapter:
 class AdapterBeside(Adapter):
     """Adapter of one Linear that leaves its weight unchanged: adds ``lora_b @ (lora_a @ x) * scaling`` to the output.
 
-    It reads the unquantized input and computes in peft's order of operations, so that both have the same bits in one
-    dtype.
+    It reads the unquantized input and computes in peft's order of operations, so that its output has the same bits as
+    peft's in the same dtype.
 
     Attributes:
         dropout: probability to zero an element of the input of ``lora_a`` in training; the remaining elements are
@@ -97,11 +97,12 @@ class AdapterBeside(Adapter):
         self.dropout = dropout
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the weight itself."""
+        """Return the weight unchanged, without a gradient."""
         return weight.detach()
 
     def added(self, x: Tensor, training: bool) -> Tensor:
-        """Compute the adapter's output ``[..., out]`` for the layer's input ``x [..., in]``; not for a stack."""
+        """Compute the adapter's output ``[..., out]`` for the layer's input ``x [..., in]``; if ``training``, with
+        dropout. Not for a stack."""
         if training and self.dropout:
             x = F.dropout(x, self.dropout)
         return F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scaling
@@ -109,9 +110,9 @@ class AdapterBeside(Adapter):
 
 @contextmanager
 def without_adapters(quantization: Any) -> Iterator[None]:
-    """Make the layers of a :class:`quant.Quantization` compute without their adapters inside the block. With merged
-    adapters, fake quant of weights must be off: kept codes contain them. Do not use it in a forward with gradients:
-    under ZeRO-3 the adapters would get their last gradients again."""
+    """Make the layers of a :class:`quant.Quantization` compute without their adapters inside the block. If adapters are
+    merged, fake quant of weights must be off in the block, as kept codes contain the adapters. Do not run forwards with
+    gradients in the block: under ZeRO-3 the adapters would get their last gradients again."""
     kept = [(layer, layer.adapter) for layer in quantization.layers.values() if layer.adapter is not None]
     for layer, _ in kept:
         layer.adapter = None
@@ -125,13 +126,14 @@ def without_adapters(quantization: Any) -> Iterator[None]:
 def low_rank_gradients(
     grad: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of ``lora_a`` and ``lora_b`` for an unquantized merged weight, without its full gradient.
+    """Compute the gradients of ``lora_a`` and ``lora_b``, in this order, in their shapes, for a merged weight that is
+    not quantized; the gradient of the weight itself is not computed.
 
     Args:
         grad, x: ``[rows, out]`` and ``[rows, in]``, the gradient of the layer's output and the input of its GEMM.
         lora_a, lora_b, scaling: the adapter: ``[rank, in]``, ``[out, rank]`` (for a stack with ``E`` in front), and its
             factor.
-        offsets: for a stack, the ends of the experts' rows, int32 [E].
+        offsets: for a stack, the ends of the experts' rows, int32 [E]; else None.
     """
     # The GEMMs take the second operand in the layout of a Linear: [out, in].
     up = gemm.linear(x, lora_a, None, offsets)  # [rows, rank]

@@ -1,4 +1,4 @@
-"""Choice of first scales: for a weight from the shards on the ranks, for an input from observed statistics.
+"""Choice of initial scales: for a weight from the shards on the ranks, for an input from observed statistics.
 
 ZeRO-3 gives each rank a contiguous range of the row-major weight. A rank reduces its range to two numbers per scale
 (:func:`partial_stats`), the engine combines these over ranks (a maximum, thus an all-reduce) and converts the result to
@@ -6,10 +6,11 @@ scales (:func:`scales_from_stats`) and zero points (:func:`zero_points_from_stat
 several ranks, the scale has the same bits as on one rank.
 
 The absmax scale is poor for a coarse grid: at 2 bits it leaves 22% of the energy of a Gaussian weight as error (groups
-of 32), the best scale 14%. If :meth:`Ranges.searches`, a second pass measures the squared error of a few fractions of
-that scale (:func:`partial_errors`, summed over ranks) and takes the best fraction (:func:`scales_from_errors`). An
-integer grid has one more negative code than positive codes. A *signed* scale, negative where the largest magnitude is
-positive, uses that code: 13% of the energy remains as error with it, 11% with the search as well.
+of 32), the best scale 14%. If :meth:`Ranges.searches` is true, a second pass measures the squared error of a few
+fractions of the absmax scale (:func:`partial_errors`, summed over ranks) and takes the best fraction
+(:func:`scales_from_errors`). An integer grid has one more negative code than positive codes. A *signed* scale, negative
+where the largest magnitude is positive, uses that code: 13% of the energy remains as error with it, 11% with the search
+as well.
 
 For inputs, an :class:`Observer` tracks the largest magnitude over many batches, the number of clipped elements, and
 optionally a histogram of magnitudes (:func:`scale_from_histogram`). Statistics stay on the device and are never read
@@ -49,7 +50,7 @@ class _Recomputing:
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Wrap a backward pass, so that forwards repeated by activation checkpointing are not counted again."""
+    """Context for a backward pass: observers ignore the forwards that activation checkpointing repeats inside it."""
     _Recomputing.now = True
     try:
         yield
@@ -58,17 +59,17 @@ def recomputing() -> Iterator[None]:
 
 
 class Observer:
-    """Statistics of one input; a plain object, shared by the layers that share its scale.
+    """Statistics of one input; a plain object, shared by the layers that share the input's scale.
 
-    Such layers read the same tensor (q, k and v) or different tokens (experts). Counting one tensor three times changes
-    neither a maximum nor a ratio.
+    These layers read the same tensor (q, k and v) or different tokens (experts). Counting one tensor three times
+    changes neither a maximum nor a ratio.
 
     Attributes:
         spec: number format of the input.
         histogram: int64 ``[BINS]``, number of magnitudes per bin (:data:`MAGNITUDES`); None if not kept.
         absmax: largest magnitude seen, fp32 scalar; 0 before the first token, NaN after a NaN.
         clipped: number of elements outside the range so far, int64 scalar.
-        total: number of elements counted for ``clipped``.
+        total: number of elements that were checked for ``clipped``, inside the range or not.
     """
 
     def __init__(self, spec: TensorSpec, *, histogram: bool = False) -> None:
@@ -100,7 +101,7 @@ class Observer:
             self.total += x.numel()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the statistics for a checkpoint; the inverse of :meth:`load_state_dict`."""
+        """Return the statistics as CPU tensors, for a checkpoint and :meth:`load_state_dict`."""
         state = {"absmax": self.absmax.cpu(), "clipped": self.clipped.cpu(), "total": torch.tensor(self.total)}
         return state if self.histogram is None else state | {"histogram": self.histogram.cpu()}
 
@@ -124,15 +125,16 @@ _CHUNK = 2**20  # elements per step of the search, in a few fp32 copies
 
 @dataclass(frozen=True)
 class Ranges:
-    """Method to choose first scales.
+    """Method to choose initial scales.
 
     Attributes:
-        weights: ``absmax``: largest magnitude; ``mse``: smallest squared error; ``auto``: ``mse`` for integers of 3
-            bits and fewer, otherwise ``absmax``.
+        weights: method for weights. ``absmax``: largest magnitude; ``mse``: smallest squared error; ``auto``: ``mse``
+            for integers of 3 bits and fewer, otherwise ``absmax``.
         signed: allow negative scales of integer weights; scales of ggml formats may always be negative.
         inputs: method for inputs: ``absmax``, ``mse``, or ``percentile`` of the magnitudes.
-        percentile: the percentile for inputs, in percent.
-        headroom: factor on the largest magnitude that the global scale of dynamic scales (NVFP4) fits, at least 1.
+        percentile: the percentile for inputs, in percent; only for the method ``percentile``.
+        headroom: factor, at least 1, by which an NVFP4 input may exceed the largest magnitude observed before its group
+            scales saturate.
     """
 
     weights: Literal["auto", "absmax", "mse"] = "auto"
@@ -142,7 +144,7 @@ class Ranges:
     headroom: float = 1.0
 
     def searches(self, spec: TensorSpec) -> bool:
-        """Return True if the scale with which a weight starts minimizes the squared error."""
+        """Return True if the initial scales of a weight minimize its squared error, False if they fit its absmax."""
         return self.weights == "mse" or (self.weights == "auto" and spec.dtype == "int" and spec.bits <= 3)
 
     def signs(self, spec: TensorSpec) -> bool:
@@ -156,12 +158,13 @@ def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: Tensor
 
     Args:
         flat: elements ``[start, start + len(flat))`` of the row-major weight, 1-D, any float dtype.
-        start: first element of the range.
+        start: index of the first element of the range.
         shape: ``(out, in)`` of the whole weight, or ``(E, out, in)`` of a stack.
         spec: number format.
 
     Returns:
-        fp32 ``[2, *scale shape]``; 0 if the range has no element of that scale and sign, NaN if it has a NaN.
+        fp32 ``[2, *scale shape]``, largest values first; 0 if the range has no element of that scale and sign, NaN if
+        an element of that scale is NaN.
 
     Raises:
         ValueError: the range is not inside the weight.
@@ -174,11 +177,11 @@ def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: Tensor
 
 
 def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """Compute fp32 scales that fit the largest magnitude to the grid, from the results of :func:`partial_stats` for all
-    ranges of a weight, combined by maximum: ``[2, *scale shape]``.
+    """Compute fp32 scales that fit the largest magnitude to the grid. ``stats [2, *scale shape]`` is the maximum of the
+    results of :func:`partial_stats` for all ranges of a weight.
 
-    Signed scales map the largest magnitude to ``qmin``, the code without a positive counterpart. Asymmetric scales
-    cover the range from the smallest to the largest value.
+    With ``signed``, scales map the largest magnitude to ``qmin``, the code without a positive counterpart, and may be
+    negative. Scales of a format with zero points cover the range from the smallest to the largest value.
     """
     if spec.has_zero_points:
         return asymmetric_grid(-stats[1], stats[0], spec)[0]
@@ -187,8 +190,8 @@ def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) 
 
 
 def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
-    """Compute fp32 zero points from the combined statistics ``[2, *scale shape]``; None if the format has none. They
-    are also valid for any fraction of the scale, as it shrinks the range by the same factor on both sides of 0."""
+    """Compute fp32 zero points from ``stats`` (:func:`scales_from_stats`); None if the format has none. They are also
+    valid for any fraction of the scale, which shrinks the range by the same factor on both sides of 0."""
     return asymmetric_grid(-stats[1], stats[0], spec)[1] if spec.has_zero_points else None
 
 
@@ -200,13 +203,13 @@ def search_fractions(spec: TensorSpec) -> tuple[float, ...]:
 def partial_errors(
     flat: Tensor, start: int, shape: tuple[int, ...], stats: Tensor, spec: TensorSpec, *, signed: bool = False
 ) -> Tensor:
-    """Compute the squared quantization error over one range of a weight, for each scale times each of
+    """Compute the squared quantization error over one range of a weight, with the absmax scales multiplied by each of
     :func:`search_fractions`.
 
     Args:
-        flat, start, shape, spec: 1-D range of the row-major weight, its first element, the weight's shape, and the
-            number format.
-        stats: statistics of the whole weight, combined over all ranges.
+        flat, start, shape, spec: 1-D range of the row-major weight, the index of its first element, the weight's shape,
+            and the number format.
+        stats: statistics of the whole weight, as in :func:`scales_from_stats`.
         signed: scales are negative where the largest magnitude is a positive value.
 
     Returns:
@@ -225,9 +228,9 @@ def partial_errors(
 
 
 def scales_from_errors(stats: Tensor, errors: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """Choose the fp32 scales with the smallest squared error: ``stats [2, *scale shape]`` of the whole weight and
-    ``errors [fractions, *scale shape]``, summed over its ranges. ``signed`` scales are negative where the largest
-    magnitude is a positive value."""
+    """Choose the fp32 scales with the smallest squared error. ``stats`` is as in :func:`scales_from_stats`, ``errors
+    [fractions, *scale shape]`` the sum of :func:`partial_errors` over all ranges of the weight. With ``signed``, scales
+    are negative where the largest magnitude is a positive value."""
     best = errors.argmin(0, keepdim=True)
     return torch.stack(_candidates(stats, spec, signed)).gather(0, best).squeeze(0)
 
@@ -248,10 +251,11 @@ def _signs(stats: Tensor) -> Tensor:
 
 
 def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Tensor:
-    """Compute the scale ``(1,)`` of an input from the histogram of its magnitudes (:class:`quant.observers.Observer`).
+    """Compute the scale ``(1,)`` of an input from ``counts``, the histogram of its magnitudes (:class:`Observer`).
 
-    The scale is exact to half the width of a bin, 1.6% of its value. ``mse`` searches over fractions of the absmax
-    scale. Raises ValueError if the scale is a global scale of dynamic scales, for which only absmax is supported.
+    The method is ``ranges.inputs``: ``percentile``, or ``mse``, which searches over fractions of the absmax scale. The
+    scale is exact to half the width of a bin, 1.6% of its value. Raises ValueError for an input with dynamic scales:
+    its global scale is always measured by absmax.
     """
     if spec.dynamic:
         raise ValueError(f"quant.input_range {ranges.inputs} is not for the global scale of NVFP4 inputs: set absmax")
@@ -270,8 +274,8 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
 
 
 def measured_scales(weights: Sequence[Tensor], spec: TensorSpec, ranges: Ranges) -> tuple[Tensor, Tensor | None]:
-    """Measure the scales and zero points (None if symmetric) that whole weights ``[..., out, in]`` share: fp32, in the
-    shape of a scale; NaN for the scales of weights with NaN or Inf."""
+    """Measure the scales and zero points (None if symmetric) of ``weights``, whole tensors ``[..., out, in]`` that
+    share them: fp32, in the shape of one weight's scale. A scale is NaN if one of its weights is NaN or Inf."""
     parts = [(weight.reshape(-1), 0, tuple(weight.shape)) for weight in weights]
     stats = torch.stack([partial_stats(*part, spec) for part in parts]).amax(0)
     finite, signed = torch.isfinite(stats).all(0), ranges.signs(spec)
@@ -289,8 +293,8 @@ def partial_clipped(
     """Count the elements of one range of a weight that its scales clip; int64 scalar on the range's device.
 
     Args:
-        flat, start, shape, spec: 1-D range of the row-major weight, its first element, the weight's shape, and the
-            number format.
+        flat, start, shape, spec: 1-D range of the row-major weight, the index of its first element, the weight's shape,
+            and the number format.
         scale: effective scale of the whole weight, fp32.
         zero: zero points of the whole weight, or None.
     """
@@ -307,7 +311,7 @@ def partial_fit(
     """Sum the squared quantization error and the squared values per scale over one range of a weight; fp64 ``[2, *scale
     shape]``.
 
-    The quotient of both is the relative error, the inverse of the signal-to-noise ratio. Arguments as in
+    The first divided by the second is the relative error, the inverse of the signal-to-noise ratio. Arguments as in
     :func:`partial_clipped`.
     """
     sums = torch.zeros(2, _runs(shape, spec), dtype=torch.float64, device=flat.device)
@@ -321,11 +325,11 @@ def partial_fit(
 
 
 def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Split ``flat``, the elements of a row-major tensor from ``start`` on, into up to three views ``[runs, values]``,
-    each with the slice of its run indices.
+    """Split ``flat``, the elements of a row-major tensor from index ``start`` on, into up to three views ``[runs,
+    elements of a run]``; yield each view after the slice of its run indices.
 
-    A run is ``size`` consecutive elements. The views are the rest of a run that begins on an earlier rank, the whole
-    runs, and the beginning of a run that continues on the next rank.
+    A run is ``size`` consecutive elements of the tensor. The views are the rest of a run that begins on an earlier
+    rank, the whole runs, and the beginning of a run that continues on the next rank.
     """
     first = start // size
     head = min(-start % size, flat.numel())

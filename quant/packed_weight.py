@@ -37,7 +37,7 @@ class PackedCodes:
         spec: the weight's number format.
         shape: the weight's shape, ``(out, in)`` or ``(E, out, in)``.
         ranges: method to choose scales if weights are quantized on load; None if codes are loaded.
-        option: option of the recipe that errors name.
+        option: recipe option to name in errors.
     """
 
     spec: TensorSpec
@@ -55,7 +55,7 @@ class PackedCodes:
 
     def packed_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
         """Compute the shape of the Parameter in the model's dtype: the weight's shape with a shorter last dimension.
-        Raises ValueError if the codes of a row do not fill whole elements."""
+        Raises ValueError if the bytes of a row's codes do not fill whole elements of that dtype."""
         if self.row_bytes % dtype.itemsize:
             raise ValueError(
                 f"the {self.row_bytes} bytes of codes in a row of {list(self.shape)} do not fill whole elements of "
@@ -108,7 +108,7 @@ def store_packed(
 
 
 def placeholder(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Create a tensor in the shape and dtype of a weight whose memory contains only the codes.
+    """Create a tensor that has the shape and dtype of a weight, but whose memory contains only the weight's codes.
 
     Autograd and ZeRO see an ordinary weight, and the codes live as long as the tensor. All its elements are one NaN
     stored after the codes (strides of 0): a computation with the tensor itself instead of :func:`codes_of_placeholder`

@@ -1,9 +1,9 @@
 """Quantize a model for a training loop outside of this project, and convert it to codes after training.
 
 :func:`prepare` replaces layers as the project's own loop does, and fills their scales at once, so that the model trains
-in any loop. Stored scales of inputs are measured by the caller's forwards. Nothing is kept beside the model:
-:func:`find_quantization` collects the layers again, also from a copy. :func:`convert` replaces weights by their codes,
-and ``model.save.save_quantized`` writes a checkpoint before or after it.
+in any loop. Stored scales of inputs are measured in forwards that the caller runs (``calibrate``). All state is in the
+model: :func:`find_quantization` collects the layers again, also from a copy. :func:`convert` replaces weights by their
+codes, and ``model.save.save_quantized`` writes a checkpoint before or after :func:`convert`.
 """
 
 import re
@@ -47,11 +47,11 @@ def prepare(
 
     The weights stay the same Parameters. Learned scales are new Parameters (``weight_theta``, ``input_theta``): create
     the optimizer afterwards. Rank 0 prints which modules stay unquantized. If an error is raised, the model is
-    unchanged. The second training forward raises ValueError if quantized layers were not called until then.
+    unchanged. The second forward with gradients raises ValueError if these forwards called only some quantized layers.
 
     Args:
         model: any module with its weights, whole on this rank; before DistributedDataParallel wraps it.
-        scheme: scheme of the Linears, or the name of a preset.
+        scheme: scheme of the Linears, or its name: a preset without a KV cache format.
         rules, exempt: as in :func:`quant.rules.assign`; the output head and routers are always exempt.
         exempt_more: regexes on full names of further modules to leave unquantized.
         learn_weight_scale, learn_input_scale: learn the scales of weights, and the stored scales of inputs.
@@ -63,7 +63,8 @@ def prepare(
     Raises:
         ValueError: as :func:`quant.quantization.replace_layers`; or the scheme is unknown, ``calibrate`` is missing,
             the model is quantized, composite, not whole on this rank, of another dtype than fp32, bf16 and fp16, has
-            adapters of peft or matrices that no nn.Linear holds (stacked experts), or a weight or input has no scale.
+            adapters of peft or matrices that no nn.Linear holds (stacked experts), a weight has NaN or Inf, or an input
+            is not reached by ``calibrate``, all 0 or not finite.
     """
     scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
     _check(model)
@@ -231,11 +232,11 @@ def _measure_inputs(model: nn.Module, quantization: Quantization, calibrate: Cal
 
 
 def find_quantization(model: nn.Module) -> Quantization:
-    """Collect the quantized layers of a prepared or converted model, or of a copy of it, to switch or export them; the
-    scale groups are not known.
+    """Collect the quantized layers of a prepared or converted model, or of a copy of it, to switch or export them. The
+    result has no scale groups.
 
     Raises:
-        ValueError: the model has none, or a training forward did not call some of them.
+        ValueError: the model has no quantized layer, or its training forwards called only some of them.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
     if not layers:
@@ -260,8 +261,8 @@ def convert(model: Any) -> Any:
     model before, not after: the packed weights have the model's dtype, but contain codes.
 
     Raises:
-        ValueError: as :func:`find_quantization`; a weight or scale is not finite; or codes of a row do not fill whole
-            elements of the model's dtype. The model is then unchanged.
+        ValueError: as :func:`find_quantization`; a weight or scale is not finite; or the codes of a row do not fill
+            whole elements of the model's dtype. The model is unchanged after an error.
     """
     layers = {name: layer for name, layer in find_quantization(model).layers.items() if layer.held is None}
     bad = [name for name, one in layers.items() if not all(p.isfinite().all() for p in one.parameters(recurse=False))]

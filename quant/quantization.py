@@ -9,9 +9,9 @@ the largest one, and the outputs would differ from training. So they share one P
 * a static input scale, or the global scale of dynamic scales (NVFP4), is shared by q, k and v, and by gate and up. All
   experts of an MoE layer share one such scale for gate and up, and another for down.
 
-If the experts of a layer are one stack, its scales are also one Parameter with an entry per expert. The Parameter is
-registered on every member and owned by the first one in module order, so ``model.parameters()`` lists it once. A group
-that is only partly quantized is an error, as no server can run it.
+If the experts of a layer are one stack, its scales are also one Parameter with an entry per expert. A shared Parameter
+is registered on all layers that share it and owned by the first one in module order, so ``model.parameters()`` lists it
+once. Fused layers of which only some are quantized are an error, as no server can run them.
 
 Keys and values each have one scale per layer, never shared; their groups are listed with the groups of inputs.
 """
@@ -67,7 +67,7 @@ class ScaleGroup:
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """Learned part of the scale, None for a static scale."""
+        """Learned part of the scale; None for a scale that does not learn."""
         return self.scale.theta  # type: ignore[return-value]
 
     @property
@@ -92,7 +92,7 @@ class Quantization:
         weight_groups: every weight scale; each layer is in exactly one group.
         input_groups: every stored scale of inputs, then the scales of keys and values; may be empty.
         global_groups: every global scale of weights whose scales are e4m3 (NVFP4).
-        ranges: method to choose first scales.
+        ranges: method to choose initial scales.
         simulated: names of the layers that use fake quant and a bf16 GEMM although the fp8 GEMM was requested.
         caches: quantizers of keys and values by module name, in module order; empty for an unquantized KV cache.
     """
@@ -113,7 +113,7 @@ class Quantization:
 
     @property
     def ties_layers(self) -> bool:
-        """Return True if lm_head and the embeddings are quantized and have one weight."""
+        """Return True if lm_head and the embeddings are both quantized and share one weight."""
         return len({id(layer.weight) for layer in self.layers.values()}) < len(self.layers)
 
     def set_fake_quant(self, weights: bool, activations: bool, pattern: str | None = None) -> None:
@@ -136,8 +136,8 @@ class Quantization:
         self._switched()
 
     def matching(self, pattern: str | None) -> list[str]:
-        """Find the names of the layers (and quantizers of keys and values) that fully match the regex; all for None.
-        Raises ValueError if the pattern matches no layer."""
+        """Find the names of layers (and quantizers of keys and values) that the regex fully matches; all for None.
+        Raises ValueError if it matches none of them."""
         names = [name for name in self.modules if pattern is None or re.fullmatch(pattern, name)]
         if not names:
             raise ValueError(
@@ -226,8 +226,8 @@ class Quantization:
             vars(observer).update(seen[owner])
 
     def decouple_scales(self, head: nn.Module | None = None) -> None:
-        """Give every Linear except ``head`` a learned scale to choose its codes with (:mod:`quant.decoupled`), in place
-        of an adapter. Weights and scales must not be partitioned yet."""
+        """Give every Linear except ``head`` (None: every Linear) a learned scale that only chooses its codes
+        (:mod:`quant.decoupled`), attached like an adapter. Weights and scales must not be partitioned yet."""
         for layer in self.layers.values():
             if isinstance(layer, QuantLinear) and layer is not head:
                 spec = layer.scheme.weights
@@ -272,8 +272,8 @@ def replace_layers(
 
     Args:
         model: any module tree; Linears may be partitioned or on the meta device.
-        scheme, rules, exempt, named: default scheme; rules for single layers; patterns of unquantized layers; schemes
-            by exact name.
+        scheme, rules, exempt, named: as in :func:`quant.rules.assign`: default scheme; rules for some layers; patterns
+            of unquantized layers; schemes by exact name.
         learn_weight_scale: learn the scales of weights.
         learn_input_scale: learn the stored scales of inputs.
         learn_kv_scale: learn the scales of keys and values.
@@ -284,8 +284,9 @@ def replace_layers(
 
     Raises:
         ValueError: a rule or pattern matches nothing, nothing is left to quantize, layers that serving fuses have
-            different schemes, a weight is shared, a layer cannot be quantized, or an option needs something that the
-            model lacks: a stored input scale, an fp8 GEMM or a KV cache.
+            different schemes, two modules share a weight (except lm_head and embeddings of one scheme), a layer cannot
+            be quantized, or an option needs something that the model lacks: a stored input scale, an fp8 GEMM or a KV
+            cache.
     """
     assigned, exempted = assign(model, scheme, rules, exempt, named)
     modules = dict(model.named_modules())
@@ -429,7 +430,8 @@ def _between_blocks(
 
 
 def forward_with(module: nn.Module, *inputs: Tensor, parameters: dict[str, Any], **attributes: Any) -> Any:
-    """Run a module's forward with other (small) Parameters and attributes, on the CPU; None if it raises."""
+    """Run the forward of ``module``'s class on ``inputs``, with ``parameters`` and ``attributes`` (small ones) in place
+    of the module's own, on the CPU and without gradients. Return its result, or None if it raises."""
     small = object.__new__(type(module))
     small.__dict__ = {**module.__dict__, "_parameters": parameters, **attributes}
     with torch.device("cpu"), torch.no_grad():
@@ -440,7 +442,7 @@ def forward_with(module: nn.Module, *inputs: Tensor, parameters: dict[str, Any],
 
 
 def random_tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Draw small tensors on the CPU, always the same ones, to compare what two modules compute."""
+    """Draw a tensor for each of ``shapes`` on the CPU, always the same ones, to compare what two modules compute."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes]
 

@@ -37,11 +37,11 @@ octave). With LSQ's gradient ``Q(v) - v`` for normal numbers, a scale that minim
 values shrinks and clips until the error is 19% above the best (e4m3; 18% for e2m1); with 0 it ends within 1%. Beyond
 its largest number a grid no longer follows ``x``, inside the range or not: if e2m1 counted as clipped only from 7 on,
 the largest value of each group of 32 would settle there, and the error would end 60% above the best instead of 21%. The
-caller multiplies by ``1/sqrt(numel * qmax)`` for the ``numel`` elements that share the scale.
+caller multiplies the scale's gradient by ``1/sqrt(numel * qmax)`` for the ``numel`` elements that share the scale.
 
 Non-finite values: NaN stays NaN in ``fq`` and contributes no gradient; an infinity clips to the bound and has no
 gradient, like every clipped value. As a forward may use only the codes of a weight, which hide a NaN, a weight with
-non-finite ``v`` gets a gradient of NaN; if its scale learns, only the scale does.
+non-finite ``v`` gets a gradient of NaN; if its scale learns, the scale's gradient is NaN instead.
 
 A *dynamic* scale belongs to one token, or to one group of its features. With ``[min, max]`` the range of these
 features, extended to include 0, and ``absmax`` their largest magnitude (the scheme 8da4w has asymmetric int8 inputs per
@@ -53,7 +53,7 @@ token)::
     e4m3         q = Q(v)                                   fq = q * s
 
 Such a scale is a constant in the gradient. A token (or group) with a NaN or an infinity has no range: all of it becomes
-NaN, without a gradient (except for infinities in NVFP4, see below). The first scale and zero point of weights use the
+NaN, without a gradient (except for infinities in NVFP4, see below). The initial scale and zero point of weights use the
 same formulas, as in compressed-tensors and torchao.
 
 NVFP4 inputs have a dynamic scale per group of 16, stored in e4m3 relative to ``G``, the global scale of the tensor::
@@ -63,16 +63,16 @@ NVFP4 inputs have a dynamic scale per group of 16, stored in e4m3 relative to ``
 as in compressed-tensors 0.20 (quantization/utils/helpers.py, lifecycle/forward_helpers.py), which divides by ``s``. The
 kernels of vLLM (csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh, ``cvt_warp_fp16_to_fp4``) and FlashInfer
 multiply, with approximate reciprocals of 6, ``G`` and ``s``, and differ only near a rounding tie. If ``k`` rounds to 0,
-so does every code of the group; its gradient passes. Rounding ``k`` to nearest maps the largest value to ``|v| <=
-6.4``, inside the range. Outside (from 7 on) are values of groups larger than in calibration, for which ``k`` saturates,
-including infinities, and values of up to 9 if ``k`` is 2^-9 or 2^-8, its smallest numbers.
+so does every code of the group, but no element counts as clipped. Rounding ``k`` to nearest maps the largest value to
+``|v| <= 6.4``, inside the range. Outside (from 7 on) are values of groups larger than in calibration, for which ``k``
+saturates, including infinities, and values of up to 9 if ``k`` is 2^-9 or 2^-8, its smallest numbers.
 
 MXFP8 and MXFP4 inputs have a dynamic scale per group of 32, the smallest power of two that clips nothing::
 
     s = 2^ceil(log2(absmax / qmax)), 1 where that is below 2^-126        q = Q(v)        fq = q * s
 
 as in vLLM 0.33 (``_mxfp8_e4m3_quantize_torch`` in model_executor/layers/quantization/utils/mxfp8_utils.py) and the
-kernels of FlashInfer 0.7.2 it calls (``float_to_ue8m0_fast`` in quantization/kernels/mxfp8_quantize.py and
+kernels of FlashInfer 0.7.2 that it calls (``float_to_ue8m0_fast`` in quantization/kernels/mxfp8_quantize.py and
 mxfp4_quantize.py; with an approximate 1 / qmax). Scales of weights follow compressed-tensors 0.20
 (:func:`power_of_two`): they differ from this formula if absmax is 1.75 times a power of two (MXFP8), or 1.5 to 1.75
 times a power of two (MXFP4).
@@ -114,8 +114,8 @@ def effective_scale(
         float32   s
         model     s in the model's dtype
         float16   the nearest fp16 number to s that is neither 0 nor infinite; also ``model`` for fp16 models
-        e8m0      2^round(log2(s)), the exponent within -127 and 127    OCP MX Specification v1.0, section 5.4.1
-        e4m3      e4m3(clamp(s * G, 2^-9, 448)) / G, G the global scale NVFP4, as compressed-tensors stores it
+        e8m0      2^round(log2(s)), the exponent within -127 and 127 (OCP MX Specification v1.0, section 5.4.1)
+        e4m3      e4m3(clamp(s * G, 2^-9, 448)) / G, G the global scale (NVFP4, as compressed-tensors stores it)
 
     The rounding is straight-through: the derivative with respect to theta is the unrounded ``s0 * exp(theta)``. The
     exponential is computed in fp64 and rounded to fp32, as fp32 exponentials of libraries differ in the last bit.
@@ -137,7 +137,8 @@ def effective_scale(
 
 
 def round_scale(scale: Tensor, spec: TensorSpec, global_scale: Tensor | None) -> Tensor:
-    """Round the fp32 ``scale`` (positive, except for fp16) to ``float16``, ``e8m0`` or ``e4m3``; NaN if not finite."""
+    """Round the fp32 ``scale`` to the format in which ``spec`` stores it: ``float16`` (also ``model``, in fp16 models),
+    ``e8m0`` or ``e4m3``; NaN if not finite. Only fp16 scales may be negative. ``global_scale`` is for ``e4m3``."""
     if spec.mx:
         # fp64 errors are far smaller than the distance of an fp32 number from a tie: all libraries agree.
         rounded = torch.exp2(scale.double().log2().round().clamp(-E8M0_BIAS, E8M0_BIAS)).float()
@@ -211,7 +212,8 @@ def quantize(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = N
 def dequantize(
     codes: Tensor, scale: Tensor, spec: TensorSpec, dtype: torch.dtype, zero: Tensor | None = None
 ) -> Tensor:
-    """Compute ``(codes - zero) * scale`` in fp32, returned in ``dtype``. Scale and zero points are fp32."""
+    """Compute ``(codes - zero) * scale`` in fp32, returned in ``dtype``; an e2m1 code counts as the number that it
+    stands for. Scale and zero points are fp32."""
     scale = per_run(scale, codes.shape, spec)
     values = _decode(_parts(codes, scale), spec, _per_part(zero))
     return (values * _per_part(scale)).to(dtype).reshape(codes.shape)
@@ -242,7 +244,7 @@ def fake_quant_backward(
     scale_gradient: bool,
     of_weight: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of :func:`fake_quant`, straight-through, and for the scale by the surrogate above.
+    """Compute the gradients of :func:`fake_quant`: straight-through for ``x``, for the scale by the module's surrogate.
 
     Args:
         grad: gradient of the fake-quantized tensor, in the shape of ``x``.
@@ -255,7 +257,7 @@ def fake_quant_backward(
 
     Returns:
         Gradient of ``x`` in ``grad``'s dtype, and gradient of the scale, fp32 in the scale's shape, summed over the
-        elements that share it (or None).
+        elements that share it (None without ``scale_gradient``).
     """
     scale = per_run(scale, x.shape, spec)
     v, zero = _in_codes(x, scale), _per_part(zero)
@@ -273,10 +275,10 @@ def fake_quant_backward(
 
 def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize ``x [..., features]`` with dynamic scales: codes in its shape, fp32 scales and int8 zero points ``[...,
-    n]`` for the ``n`` groups of a token (1 for scales per token). A non-finite token has a scale of NaN, and codes of
-    NaN, or 0 on grids without NaN; an infinity in NVFP4 saturates.
+    n]`` for the ``n`` groups of a token (1 for scales per token). A group with NaN or Inf has a scale of NaN, and codes
+    of NaN, or 0 on grids without NaN; in NVFP4 an infinity saturates instead.
 
-    ``above`` is the global scale, fp32 ``(1,)``, if ``spec`` has one.
+    ``above`` is the global scale, fp32 ``(1,)``, if ``spec`` has one; else None.
     """
     v, scale, zero_point = _tokens_in_codes(x, spec, above)
     codes = _encode(_round_to_grid(v, spec, zero_point), spec, zero_point)
@@ -292,12 +294,14 @@ def fake_quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = Non
 
 
 def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
-    """Compute the gradient of :func:`fake_quantize_tokens`: straight-through inside the range, 0 outside."""
+    """Compute the gradient of :func:`fake_quantize_tokens` from ``grad``, the gradient of its result: straight-through
+    inside the range, 0 outside."""
     return grad.masked_fill(~tokens_inside(x, spec, above), 0)
 
 
 def tokens_inside(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
-    """Compute a bool mask, in ``x``'s shape, of the elements inside the range of their token or group."""
+    """Compute a bool mask, in ``x``'s shape, of the elements inside the range of their token or group; arguments as in
+    :func:`fake_quantize_tokens`."""
     v, _, zero_point = _tokens_in_codes(x, spec, above)
     return _inside(v, spec, zero_point).reshape(x.shape)
 
@@ -416,8 +420,8 @@ POSITIONS, NEIGHBOURS, ROWS_PER_SUM = 2048, 8, 32
 
 def sum_in_order(terms: Tensor) -> Tensor:
     """Sum the last dimension in a fixed order: fp32 ``[..., n]`` to ``[..., 1]``, n at most 16,384. Accumulator p of
-    2,048 adds the terms p, p + 2048, ...; each 8 neighboring accumulators are added by halves, then their 256 sums are
-    also added by halves."""
+    2,048 adds the terms p, p + 2048, ...; each 8 neighboring accumulators are added by halves (the first half plus the
+    second, until one is left), then their 256 sums are also added by halves."""
     padded = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % POSITIONS))
     sums = torch.zeros_like(padded[..., :POSITIONS])
     for step in padded.split(POSITIONS, dim=-1):
@@ -461,7 +465,8 @@ def rms_norm_quantize(
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradients of ``x`` and of the weight, in their dtypes, from the gradient of the quantized result.
 
-    Straight-through, with ``dy`` the gradient of ``y``, set to 0 outside of the mask::
+    Straight-through, with ``dy`` the gradient of ``y``, set to 0 outside of the mask; ``y``, ``h``, ``n`` and ``T`` are
+    those of :func:`rms_norm_quantize`::
 
         g = dy * weight      c = sum(g * (x * rstd)) / n      dx = T((g - (x * rstd) * c) * rstd)
         dweight = T(sum over rows of dy * h)      in fp32, over 32 rows one by one, then over these sums one by one
@@ -490,7 +495,7 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, spec: TensorSpec)
     """Compute codes, bool mask and fake-quantized values of ``silu(gate) * up``, in the shape of ``gate``. ``scale`` is
     the effective scale, fp32 ``(1,)``.
 
-    With ``a`` the gate and ``b`` the up projection::
+    With ``a`` the gate, ``b`` the up projection and ``T`` a rounding to their dtype::
 
         s = T(a / (1 + exp(-a)))      y = T(s * b)      codes, mask = quantize(y)
 
@@ -502,11 +507,13 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, spec: TensorSpec)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of gate and up, in their dtype, from the gradient of the quantized result (a the gate, b
-    the up projection, T the dtype)::
+    """Compute the gradients of gate and up, in their dtype, from the gradient of the quantized result.
 
-    db = T(dy * s)      d = T(dy * b)      sigma = 1 / (1 + exp(-a))
-    da = T((d * sigma) * (1 + a * (1 - sigma)))
+    With ``dy`` this gradient, set to 0 outside of the mask, and ``a``, ``b``, ``s`` and ``T`` as in
+    :func:`silu_mul_quantize`::
+
+        db = T(dy * s)      d = T(dy * b)      sigma = 1 / (1 + exp(-a))
+        da = T((d * sigma) * (1 + a * (1 - sigma)))
     """
     dy = grad.masked_fill(~mask, 0)
     a, d = gate.float(), (dy * up).float()

@@ -128,7 +128,7 @@ class RotatedInputs(NamedTuple):
 
 
 def rotations_from_config(config: Mapping[str, Any] | None) -> list[RotatedInputs]:
-    """Read the input rotations of a ``transform_config``; the inverse of :func:`transform_config`.
+    """Read the input rotations of a ``transform_config`` (None has none); the inverse of :func:`transform_config`.
 
     Entries at ``weight_input`` are skipped: the weights in the file are already rotated. Raises ValueError if the
     config has a transform of another kind or at another location.

@@ -7,16 +7,16 @@ into one GEMM (:data:`FUSED`), and runs all experts of a MoE layer in one kernel
 scheme; :mod:`quant.quantization` shares their scales.
 
 :func:`pattern_problem` rejects regexes of recipes that may take exponential time: Python's engine tries every way to
-split a name over the repetitions of a pattern. With nested repetitions the number of ways is exponential. Each further
-repetition in a row multiplies it by the length of the name: four repetitions on a name of 80 characters have about two
-million ways, which take 10 ms.
+split a name over the repetitions of a pattern. With nested repetitions the number of ways is exponential. With
+repetitions one after the other, each multiplies the number by the length of the name: four on a name of 80 characters
+have about two million ways, which take 10 ms.
 
 :data:`FUSED` is taken from vLLM (``packed_modules_mapping`` and the stacked parameters of ``load_weights``); a test
 compares it with vLLM's full table, ``tests/unit/quant/vllm_groups.json``. Names are names of transformers' modules,
 which for some families differ from the names on disk. If one class fuses more layers than other classes (q, k and v
 with the gate of a linear attention), its row comes first and names the class. Sharing scales among layers that a server
-does not fuse costs only a little precision. So a row applies to any class, unless other classes use its names for other
-layers.
+does not fuse costs only a little precision. So any other row applies to all classes, unless some of them use the row's
+names for other layers.
 """
 
 import re
@@ -101,7 +101,7 @@ def assign(
         that are not nn.Linear), both in module order.
 
     Raises:
-        ValueError: a rule decides for no layer, or a pattern or name matches none.
+        ValueError: a rule decides for no layer, or a pattern or a name in ``named`` matches no module.
     """
     named = named or {}
     modules = _modules(model)
@@ -162,7 +162,7 @@ def _matched(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]
 
 
 def examples(names: Sequence[str], most: int = 3) -> str:
-    """Format the first few names for an error message."""
+    """Format the first ``most`` names, and the number of the others, for an error message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(names[:most]) or "(there is none)") + more
 
@@ -179,9 +179,9 @@ _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.(?P<projection>gate_p
 
 
 def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, across_experts: bool) -> list[list[str]]:
-    """Group the layers into the sets that serving fuses, in module order; each name is in exactly one set. With
-    ``across_experts``, all experts of a MoE layer are in the same sets. Raises ValueError if layers of a set have
-    different schemes, or only some have one."""
+    """Group the layers named in ``schemes`` into the sets that serving fuses, in module order; each is in exactly one
+    set. With ``across_experts``, a set contains layers of all experts of a MoE layer (they share an input scale), else
+    of one expert. Raises ValueError if layers that are served as one have different schemes, or only some have one."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in schemes:
         groups.setdefault(_fused_key(name, modules, across_experts), []).append(name)
@@ -195,7 +195,8 @@ def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, acr
 
 def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
     """Convert ``schemes``, whose keys are names of a checkpoint's Linears, to a dict with names of layers as keys, in
-    module order. Raises ValueError if the experts of one MoE layer have different schemes, or only some have one."""
+    module order (a stack of experts is one layer). Raises ValueError if the experts of one MoE layer have different
+    schemes, or only some have one."""
     experts: dict[str, list[str]] = {}  # Linears by the parent module of the stacks
     for name, module in modules.items():
         if isinstance(module, StackedLinear):
@@ -320,15 +321,16 @@ def _subpatterns(argument: Any) -> Iterator[Any]:
 
 
 def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *, anywhere: bool = False) -> list[str]:
-    """Build a short list for ``targets`` or ``ignore`` that matches all of ``names`` and none of ``others``.
+    """Build a short list for ``targets`` or ``ignore`` of a compressed-tensors config that matches all of ``names`` and
+    none of ``others``.
 
     Names that differ only in numbers (of layers, of experts) share an anchored pattern. It matches all numbers if no
     name in ``others`` has the same form. Otherwise it lists the layer numbers only: a list of every expert of every
-    layer would be megabytes.
+    layer would be megabytes. If a name in ``others`` has the same form and layer number, each name is listed alone.
 
     Args:
         names, others: module names.
-        end: a regex that follows each name.
+        end: a regex for the text that follows each name; if given, all names are written as patterns.
         anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
             module. Raises ValueError if such a pattern would match a name in ``others``.
     """

@@ -1,12 +1,12 @@
-"""Scale of one tensor, the quantizer of a scale and a format, and the check of loaded scales.
+"""Scale of one tensor, its quantizer (scale, number format and dtype), and the check of loaded scales.
 
 A scale is passed as a :class:`Scale`, except where torch needs single tensors: arguments of an autograd function or an
 operator, and Parameters of a module.
 
 The rounding bin of a code is the set of all numbers that round to it. If codes were not chosen by rounding to nearest
 (GPTQ, a file of another tool) and the weight trains, :func:`snap_to_codes` moves each weight outside the bin of its
-code to the middle of the bin. At the edge of the bin, nearer to the original value, half of these weights would leave
-the bin again in the first training steps. Weights inside their bin keep their original value
+code to the middle of the bin. If they were moved only to the edge of the bin, nearer to their original value, half of
+these weights would leave the bin again in the first training steps. Weights inside their bin keep their original value
 (benchmarks/results/recovery_start.md).
 
 The scale check judges the scales of a weight by their quantization error. Many scales are valid for one weight: absmax,
@@ -72,19 +72,20 @@ class Quantizer(NamedTuple):
 
 
 def first_input_scale(absmax: Tensor, spec: TensorSpec, headroom: float = 1.0) -> Tensor:
-    """Compute the stored scale, fp32, of an input with largest magnitude ``absmax``. For dynamic scales this is the
-    global scale, with which ``headroom * absmax`` still fits; otherwise ``headroom`` has no effect."""
+    """Compute the initial stored scale, fp32, of an input with largest magnitude ``absmax``. For dynamic scales this is
+    the global scale, with which ``headroom * absmax`` still fits; otherwise ``headroom`` has no effect."""
     return global_scale(headroom * absmax, spec) if spec.dynamic else absmax_scale(absmax, spec)
 
 
 def lsq_factor(numel: int, spec: TensorSpec) -> float:
-    """Compute LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``."""
+    """Compute LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``, for ``numel`` elements
+    that share a scale."""
     return 1 / math.sqrt(numel * spec.qmax)
 
 
 def check_fp32(scales: Mapping[str, Tensor | None]) -> None:
-    """Raise TypeError if frozen scales are not fp32: a cast of the whole module, as DeepSpeed's to bf16 on stages 0 to
-    2, has rounded them."""
+    """Raise TypeError if one of ``scales``, frozen scales by name, is not fp32 (None is skipped): a cast of the whole
+    module, as DeepSpeed's to bf16 on stages 0 to 2, has rounded it."""
     for name, scale in scales.items():
         if scale is not None and scale.dtype != torch.float32:
             raise TypeError(
@@ -94,7 +95,7 @@ def check_fp32(scales: Mapping[str, Tensor | None]) -> None:
 
 
 def have_codes(values: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Quantize ``values`` and compare the result with ``codes``: a bool tensor of their shape."""
+    """Quantize ``values`` and compare the result with ``codes``: a bool tensor of their shape, True where equal."""
     found, _ = kernels.quantize(values, quantizer)
     return found.view(torch.uint8) == codes.view(torch.uint8)
 
@@ -139,7 +140,8 @@ class Fit(NamedTuple):
 
 
 def scale_problem(fit: Fit, spec: TensorSpec) -> str | None:
-    """Describe the problem with a Linear's scales: both values and the likely cause; None if they pass the check."""
+    """Describe the problem with a Linear's scales: loaded and measured scales, and the likely cause; None if the loaded
+    scales pass the check."""
     # Scales of nearly zero weights are arbitrary.
     counts = fit.squares > 1e-6 * fit.squares.mean()
     if not bool(counts.any()):

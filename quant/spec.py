@@ -5,8 +5,8 @@ pairs the formats of the weights and of the inputs of a Linear. A :class:`Preset
 the Linears and a format for the KV cache. Everything numerical (grid limits, shapes of scales, elements per scale) is
 derived here once, so that forward, backward, calibration and export agree.
 
-Terms: a *code* is the stored value (an e4m3 byte, a small integer, a nibble of two e2m1 values), a *scale* times a code
-is the value, the *grid* is the set of codes, and ``v = x / scale`` is a value measured in codes.
+Terms: a *code* is the stored value (an e4m3 byte, a small integer, an e2m1 nibble), a *scale* times a code is the
+value, the *grid* is the set of codes, and ``v = x / scale`` is a value measured in codes.
 """
 
 import math
@@ -49,8 +49,8 @@ class TensorSpec:
         ggml: scales as in ggml's blocks (llama.cpp): fp16, and negative where that uses the smallest code, which has no
             positive counterpart. For symmetric int weights in groups.
         narrow: narrow range of symmetric int weights: codes without the smallest one, which has no positive
-            counterpart. At 4 bits the codes are -7..7 and the first scale is ``absmax / 7``. Checkpoints do not record
-            this option, as codes are decoded the same way.
+            counterpart. At 4 bits the codes are -7..7 and the initial scale is ``absmax / 7``. Checkpoints do not
+            record this option, as codes are decoded the same way.
         mx: scales are powers of two, stored as an exponent byte (E8M0): OCP Microscaling (MX) floats in groups of 32.
             Set automatically for ``fp4_e2m1`` in groups of 32.
     """
@@ -151,8 +151,8 @@ class TensorSpec:
     def scale_format(self) -> ScaleFormat:
         """Number format of a stored scale, to which the forward rounds it.
 
-        ``float32``; ``model``, the dtype of the model's weights; ``float16`` (ggml's Q4_0 and Q8_0); ``e4m3``, relative
-        to a second scale per tensor, the global scale (NVFP4); ``e8m0``, a power of two (MX).
+        ``float32`` (fp8); ``model``, the dtype of the model's weights (int); ``float16`` (ggml's Q4_0 and Q8_0);
+        ``e4m3``, relative to a second scale per tensor, the global scale (NVFP4); ``e8m0``, a power of two (MX).
         """
         if self.mx:
             return "e8m0"
@@ -193,7 +193,8 @@ class TensorSpec:
 
     @property
     def of_runs(self) -> "TensorSpec":
-        """The spec without blocks, for values whose scales are repeated for every run (:mod:`quant.blocks`)."""
+        """The spec with groups in place of blocks, for values whose scales are repeated for every run
+        (:mod:`quant.blocks`); the spec itself if it has no blocks."""
         return replace(self, granularity="group") if self.granularity == "block" else self
 
     def run_length(self, weight_shape: tuple[int, ...]) -> int:
@@ -267,7 +268,8 @@ class Scheme:
 
     @property
     def has_fp8_gemm(self) -> bool:
-        """Return True if ``torch._scaled_mm`` can multiply the codes: e4m3 with one scale on both sides."""
+        """Return True if ``torch._scaled_mm`` can multiply the codes: weights and inputs are e4m3, each with one stored
+        scale per tensor."""
         return self.weights == self.activations == FP8_TENSOR
 
 
@@ -334,8 +336,8 @@ PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.i
 
 
 def get_scheme(name: str) -> Scheme:
-    """Return the scheme of the Linears for a preset's name. Raises ValueError if no preset has this name, or it leaves
-    Linears unquantized; the message lists the known names."""
+    """Return the scheme called ``name``. Raises ValueError if there is none, also for a preset with a KV cache format
+    (``fp8_static_kv``); the message lists the known names."""
     if name not in SCHEMES:
         raise ValueError(f"unknown quantization scheme of linear layers {name!r}; known: {', '.join(SCHEMES)}")
     return SCHEMES[name]
