@@ -76,10 +76,10 @@ class Rendering:
 def render(template: Template, conversation: Conversation, loss_on: LossOn) -> Rendering:
     """Render a conversation that ends with an assistant turn, and locate the turns to train on.
 
-    These are the last assistant turn, or with ``all`` every assistant turn, except turns flagged as not learned. A turn
-    without text and tool calls has no content to train on, and a turn that opens the conversation has no prompt: both
-    are skipped. If no turn is left, the rendering is empty. Raises BadLineError if the template refuses the
-    conversation, changes or omits a part of it, or a turn cannot be located exactly.
+    These are the last assistant turn, or with ``loss_on="all"`` every assistant turn, except turns flagged as not
+    learned. A turn without text and tool calls has no content to train on, and a turn that opens the conversation has
+    no prompt: both are skipped. If no turn is left, the rendering is empty. Raises BadLineError if the template refuses
+    the conversation, changes or omits a part of it, or a turn cannot be located exactly.
     """
     turns = [template.formatted(message.turn) for message in conversation.messages]
     wanted = [
@@ -104,8 +104,9 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
 
 
 def render_prompt(template: Template, conversation: Conversation) -> Rendering:
-    """Render a conversation with the generation prompt, as a server does; its only answer is empty, at the end. Raises
-    BadLineError if the template refuses the conversation, or omits a part of it."""
+    """Render a conversation with the generation prompt, as a server does. The result has one answer, an empty one at
+    the end; of a conversation without turns, no text and no answer. Raises BadLineError if the template refuses the
+    conversation, or omits a part of it."""
     turns = [template.formatted(message.turn) for message in conversation.messages]
     if not turns:
         return Rendering("", [])
@@ -191,7 +192,8 @@ class Marks:
         return _Marked(text, [Occurrence(m[0], *m.span()) for m in _MARKS.finditer(text) if m[0] in self.forms])
 
     def find(self, marked: str, text: str) -> list[Occurrence] | None:
-        """Find the strings in ``text``; None unless it equals ``marked`` with every mark replaced by its string."""
+        """Return where the marks' strings are in ``text``, in order; None unless ``text`` equals ``marked`` with every
+        mark replaced by its string."""
         self.unlike = next((mark for mark in self.forms if mark not in marked), None)
         pieces = []
         at = end = 0
@@ -207,10 +209,10 @@ class Marks:
         return pieces if text[end:] == marked[at:] else None
 
     def content_end(self, pieces: list[Occurrence], text: str) -> int | None:
-        """Return where the content with its tags ends in ``text``; 0 without content.
+        """Return the index in ``text`` at which the content with its tags ends; 0 if ``pieces`` have no content.
 
-        None if a tag is missing, or text other than whitespace is between a tag and a part. Parts at the beginning may
-        be missing: templates omit earlier thinking.
+        ``pieces`` are the result of `find` for ``text``. Return None if a tag is missing, or if more than whitespace is
+        between a tag and a part. Parts at the beginning may be missing: templates omit earlier thinking.
         """
         found = [piece for piece in pieces if piece.mark in self.parts]
         if not found:
@@ -347,7 +349,7 @@ class _Writing:
 
     def check_context(self, learned: list[int]) -> None:
         """Raise BadLineError if the template omits a tool, or a turn that is not trained on: the answers may depend on
-        them.
+        them. ``learned`` are the indices of the turns that are trained on.
 
         A template may omit reasoning, and the content of earlier turns with tool calls, which often is reasoning.
         """
@@ -375,7 +377,8 @@ class _Writing:
             raise self._omitted(marks, missing[0])
 
     def answer(self, index: int) -> Answer:
-        """Locate one assistant turn."""
+        """Locate assistant turn ``index`` in the rendered text. Raises BadLineError if it cannot be located exactly, or
+        if generation would stop inside it."""
         found = self._found(index)
         prompt = self._write(self.turns[:index], add_generation_prompt=True)
         exact = self.text.startswith(prompt)

@@ -6,11 +6,11 @@ code. It contains flat arrays, which are memory-mapped, and a manifest with thei
 reader says about the file. A folder is written under another name, flushed and renamed: under its own name it is whole.
 Its modification time is that of its last use.
 
-- **Locks.** A process that finds no folder locks its name, so others that need it wait and then read it. The kernel
-  releases the lock of a killed process; the next process starts over.
+- **Locks.** A process that finds no folder locks the folder's name; others that need it wait and then read it. The
+  kernel releases the lock of a killed process; the next process starts over.
 - **Changes.** Arrays are digested as they are written. A process digests them again if a file has changed since: inode,
   size or times. A damaged folder is written again. Digests of data files are remembered in the same way, under
-  ``known/``, as are other slow functions of samples.
+  ``known/``, and so are the results of other slow functions of samples.
 """
 
 import fcntl
@@ -53,7 +53,8 @@ class _DamagedError(DataError):
 
 @dataclass(frozen=True)
 class Shard:
-    """Arrays of a tokenized file by name, and facts about them: plain JSON."""
+    """Arrays of a tokenized file by name, and facts (plain JSON) that its reader returned. If these have "problems"
+    (bad lines), arrays may be missing or incomplete."""
 
     arrays: dict[str, np.ndarray]
     facts: dict[str, Any]
@@ -62,7 +63,7 @@ class Shard:
 
 
 class ArrayWriter:
-    """Arrays that grow, in memory, or in files of a directory."""
+    """Arrays to append to: a file each in ``directory``, or in memory if it is None. ``dtypes``: types by name."""
 
     def __init__(self, dtypes: Mapping[str, str], directory: Path | None = None) -> None:
         self._dtypes, self._digests = dtypes, {name: _blake2b() for name in dtypes}
@@ -80,12 +81,12 @@ class ArrayWriter:
         return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
     def in_memory(self) -> dict[str, np.ndarray]:
-        """Return the arrays of a writer without a directory."""
+        """Return the arrays of a writer without a directory, by name."""
         buffers = {name: file.getbuffer() for name, file in self._files.items() if isinstance(file, io.BytesIO)}
         return {name: np.frombuffer(buffer, self._dtypes[name]) for name, buffer in buffers.items()}
 
     def flush(self) -> str:
-        """Flush the files to disk; return their identity."""
+        """Flush the files of the directory to disk; return a text with their inodes, sizes and times."""
         for file in self._files.values():
             file.flush()
         for file in self._files.values():
@@ -93,7 +94,7 @@ class ArrayWriter:
         return _identity((name, os.fstat(file.fileno())) for name, file in self._files.items())
 
     def close(self) -> None:
-        """Close the files, of which a full disk may refuse the rest."""
+        """Close the files. An error in writing the rest, as on a full disk, is ignored."""
         for file in self._files.values():
             with suppress(OSError):
                 file.close()
@@ -126,7 +127,7 @@ class TokenCache:
             chat: the reader renders the chat template.
 
         Raises:
-            DataError: the chat template writes the time in an unknown form.
+            DataError: the chat template computes the format in which it writes the time, so tokens cannot be kept.
         """
         if self.directory is None:
             return ""
@@ -142,7 +143,7 @@ class TokenCache:
             path: a file, or a folder of files that are one data set.
             about: result of :meth:`about`.
             dtypes: types of the arrays.
-            build: tokenizes the file.
+            build: tokenizes the file, see `Tokenize`; not called if the cache has the result.
 
         Raises:
             DataError: the directory cannot be locked, the file changes while it is read, or an error of ``build``.
@@ -190,7 +191,8 @@ class TokenCache:
 
     def once(self, name: str, compute: Callable[[], Any], given: str = "", *, keep: bool = True) -> Any:
         """Return the value of a slow function (plain JSON, not None), from the cache if it was kept under ``name`` with
-        the same ``given``; else call it, and ``keep`` the value."""
+        the same ``given``, a text for the state of its inputs. Otherwise call ``compute``, and keep the value unless
+        ``keep`` is False."""
         if (value := self._known(name, given)) is None:
             value = compute()
             if keep:
@@ -224,7 +226,8 @@ class TokenCache:
         return self.once(name, compute, identity, keep=settled)
 
     def _open(self, key: str) -> Shard | None:
-        """Map a folder; None if it is not there. Raises _DamagedError."""
+        """Map the arrays of the folder ``key``; None if it does not exist. Raises _DamagedError if its files are
+        missing or differ from what was written."""
         assert self.directory is not None
         folder = self.directory / key
         if not folder.exists():
@@ -305,12 +308,12 @@ class TokenCache:
 
 
 def _files(path: Path) -> list[Path]:
-    """List a file, or the files in a folder."""
+    """List ``path`` itself if it is a file, otherwise all files below this folder."""
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of the files in a folder."""
+    """Return the size in bytes of a file, or of all files in a folder."""
     return sum(file.stat().st_size for file in _files(path))
 
 
@@ -328,7 +331,7 @@ def _blake2b(data: bytes = b"") -> "hashlib.blake2b":
 
 
 def digest(value: Any) -> str:
-    """Digest plain JSON."""
+    """Return a digest of plain JSON, 32 hex digits."""
     return _blake2b(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -386,7 +389,7 @@ def _sealed(value: Any) -> str:
 
 
 def _read(path: Path) -> Any:
-    """Read what `_sealed` wrote. Raises _DamagedError, or OSError if the file is not there."""
+    """Read what `_sealed` wrote. Raises _DamagedError if the checksum differs, OSError if the file is not there."""
     seal, _, text = path.read_bytes().partition(b"\n")
     if seal != str(zlib.crc32(text)).encode():
         raise _DamagedError(f"{path} was changed after it was written")

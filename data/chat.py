@@ -105,13 +105,13 @@ class Counts:
         self.by_file[file] = counts
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts of a file as plain JSON, of which `Counts.of` makes them again."""
+        """Return the counts of a file as plain JSON, from which `Counts.of` restores them."""
         found = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "by_file"}
         return {name: value if isinstance(value, Counter) else int(value) for name, value in found.items()}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Counts":
-        """Return counts from plain JSON."""
+        """Restore counts from the plain JSON of :meth:`as_json`."""
         given: dict[str, Any] = {
             name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()
         }
@@ -276,7 +276,8 @@ _Line = tuple[int, bytes | dict[str, Any]]
 
 
 def _tasks(path: Path, bar: tqdm, say: Callable[[str], None] | None) -> Iterator[tuple[str, list[_Line]]]:
-    """Yield the file and some of its rows, without blank lines; ``say`` what the first row of very many turns costs."""
+    """Yield groups of the file's rows, each with the file's path, without blank lines. At the first row of very many
+    turns call ``say`` with a line about its cost."""
 
     def rows() -> Iterator[Row]:
         warn = say
@@ -297,14 +298,14 @@ def _tasks(path: Path, bar: tqdm, say: Callable[[str], None] | None) -> Iterator
 
 
 def _turns_in(row: bytes | dict[str, Any]) -> int:
-    """Count the turns of a row, about."""
+    """Estimate the number of turns of a row."""
     if isinstance(row, bytes):
         return max(row.count(b'"role"'), row.count(b'"from"'))
     return max((len(value) for value in row.values() if isinstance(value, list)), default=0)
 
 
 def _write(out: ArrayWriter, parts: Iterable[_Part]) -> dict[str, Any]:
-    """Write the samples of a file, unless it has bad lines; return its counts and its bad lines."""
+    """Write the samples of a file, none after a bad line; return its counts, its highest token id and its bad lines."""
     counts, highest, problems = Counts(files=1), 0, Problems()
     for part in parts:
         for number, problem in part.problems:
@@ -408,7 +409,8 @@ class _Builder:
         return render(self.template, conversation, self.loss_on)
 
     def _count(self, conversation: Conversation, rendering: Rendering) -> None:
-        """Count keys, turns and tools of a conversation that are missing in its rendered text."""
+        """Count what is special in a conversation: turns that are left out or not learned, nulls, and keys that are not
+        used, are variables of the template, or are missing in the rendered text."""
         learned = [message.learned for message in conversation.messages]
         self.counts.unanswered += conversation.unanswered + rendering.behind
         self.counts.passed += rendering.passed
@@ -445,7 +447,7 @@ class _Builder:
             raise DataError(f"{self.file}:{batch[0][0]} to {batch[-1][0]}: {error}") from error
 
     def _sample(self, rendering: Rendering, tokens: Tokens) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return inputs and labels; None for a chat that is too long."""
+        """Return inputs and labels of a sample; None if it is dropped as too long."""
         text, spelled, answers = rendering.text, rendering.spelled, rendering.answers
         tokens = self.tokenizer.with_text(text, tokens, spelled)
         if self.prompts:
@@ -584,7 +586,8 @@ def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokenizer: 
 
 
 def first_target(tokens: Tokens, rendering: Rendering, start: int, tokenizer: OffsetTokenizer) -> tuple[int, bool]:
-    """Return the first target's index (one past the last token if none), and True if it begins in the prompt."""
+    """Return the index of a turn's first target (one past the last token if there is none), and True if this token
+    begins in the prompt. ``start`` is the character at which the turn begins."""
     offsets = tokens.offsets
     # A token without characters (a prefix that the tokenizer adds to a word) belongs to the word after it.
     inside = (index for index, (left, right) in enumerate(offsets) if left >= start or right > start)
@@ -600,8 +603,9 @@ def first_target(tokens: Tokens, rendering: Rendering, start: int, tokenizer: Of
 def last_target(tokens: Tokens, text: str, first: int, stop: int, special: Collection[int]) -> tuple[int, bool]:
     """Return the index of the last target token, and True if it is a special token, which ends the turn.
 
-    ``first`` is the index of the first target, and ``stop`` the character at which the turn ends. Raises BadLineError
-    if one token contains the end of this turn and the beginning of the next text.
+    ``first`` is the index of the first target, ``stop`` the character at which the turn ends, ``special`` the ids of
+    special tokens. The index is ``first - 1`` if the turn has no token. Raises BadLineError if one token contains the
+    end of this turn and the beginning of the next text.
     """
     offsets = tokens.offsets
     last = bisect_right(offsets, stop, lo=min(first, len(offsets)), key=lambda offset: offset[1]) - 1

@@ -64,8 +64,9 @@ class Problems:
     """Collect bad lines of a file by the kind of their problem, so that one run shows all kinds.
 
     Attributes:
-        kinds: number and problem of the first line of each kind, the numbers of some others, and the number of all.
-        count: number of all bad lines.
+        kinds: for each kind, at most `MAX_PROBLEMS` of them: line number and problem of its first line, line numbers of
+            a few further lines, and how many lines it has.
+        count: how many bad lines there are of all kinds.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class Problems:
         self.count = 0
 
     def add(self, line: int, what: str) -> None:
-        """Add a bad line by its number; 0 for the file itself."""
+        """Add the problem ``what`` of the line with this number; 0 for a problem of the file itself."""
         self.count += 1
         kind = _VALUES.sub("", what)
         if kind in self.kinds:
@@ -88,8 +89,8 @@ class Problems:
 
 
 def raise_bad_lines(files: Mapping[Path, Mapping[str, Any]]) -> None:
-    """Raise `DataError` if files have bad lines (by file, `Problems.as_json`): a line for each kind, at most
-    `MAX_PROBLEMS`, and the number of the other bad lines."""
+    """Raise `DataError` if files have bad lines. ``files`` maps each file to the result of its `Problems.as_json`. The
+    message has a line for each kind of problem, at most `MAX_PROBLEMS`, and the number of bad lines not covered."""
     count, texts, shown = sum(facts["bad_lines"] for facts in files.values()), list[str](), 0
     for path, facts in files.items():
         for line, what, others, alike in facts["problems"][: MAX_PROBLEMS - len(texts)]:
@@ -104,8 +105,8 @@ def raise_bad_lines(files: Mapping[Path, Mapping[str, Any]]) -> None:
 
 
 def check_files(files: Sequence[str | Path], *, plain: bool = False) -> list[Path]:
-    """Check files and return their paths; ``plain``: they are plain text, not chats. Raises DataError if files are
-    missing, empty or of another kind (:func:`data_problem`); the message names all of them."""
+    """Check files and return their paths; ``plain``: expect plain text, not chats. Raises DataError if there is no
+    file, or if files are missing, empty or of another kind (:func:`data_problem`); the message names all such files."""
     paths = [Path(file) for file in files]
     wrong = [f"{path}: {problem}" for path in paths if (problem := _file_problem(path, plain))]
     if wrong or not paths:
@@ -121,8 +122,8 @@ def _file_problem(path: Path, plain: bool) -> str | None:
 
 def data_problem(path: str | PathLike[str], *, plain: bool) -> str | None:
     """Return a clause that says why the existing ``path`` is no data file, and what to do about it (``is a tar archive:
-    unpack it``); None if it is one: text, also compressed with gzip or zstd, and unless it is to be ``plain`` text, a
-    Parquet file or the folder of a data set."""
+    unpack it``); None if it is a data file. With ``plain`` that is plain text, otherwise JSONL, both also compressed
+    with gzip or zstd, or a Parquet file or the folder of a data set."""
     path = Path(path)
     if path.is_dir():
         return _folder_problem(path, plain)
@@ -189,8 +190,9 @@ def _missing() -> str | None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes] | gzip.GzipFile, Callable[[], int]]]:
-    """Open a file to read its bytes, decompressed if it is compressed with gzip or zstd; also returns a function that
-    tells how many bytes of the file are read. Raises DataError if compressed bytes are damaged."""
+    """Open a file to read its bytes, decompressed if it is compressed with gzip or zstd; also yields a function
+    that tells how many bytes of the file, as it is on disk, have been read. Raises DataError if compressed bytes are
+    damaged."""
     with open(path, "rb") as raw:
         head = raw.read(len(ZSTD))
         raw.seek(0)
@@ -210,14 +212,14 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes] | gzip.GzipFile, Callable[[],
 
 
 def first_bytes(path: str | PathLike[str]) -> bytes:
-    """Return the first bytes of a file."""
+    """Return the first bytes of a file, by which its kind is recognized (4 KiB at most)."""
     with open(path, "rb") as file:
         return file.read(_HEAD)
 
 
 def other_kind(path: str | PathLike[str]) -> str | None:
-    """Return a clause with the kind of a file of a wrong kind and the remedy (``is gzip-compressed: ...``), by the
-    file's first bytes; None for text."""
+    """Return a clause with the kind of a file that is not plain text, and the remedy (``is gzip-compressed: ...``). The
+    kind is recognized by the file's first bytes; None if they look like text."""
     return _kind_problem(first_bytes(path), plain=False)
 
 
@@ -248,8 +250,8 @@ class Row(NamedTuple):
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Yield the number of each line, its bytes, and how many bytes of the file are read. Splits at newline bytes only:
-    JSON strings may contain unescaped U+2028.
+    """Yield the number of each line (from 1), its bytes, and how many bytes of the file have been read. Splits at
+    newline bytes only: JSON strings may contain unescaped U+2028.
 
     A line longer than ``LINE_BYTES`` is cut after one more byte, so that `data.jsonl.conversation_of` refuses it.
     """
@@ -294,7 +296,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
 
 
 def _parquet_batches(path: Path) -> Iterator[tuple[Any, int]]:
-    """Yield record batches, and the bytes up to their ends, about."""
+    """Yield record batches, each with the estimated number of the file's bytes up to its end."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path, page_checksum_verification=True) as file:
@@ -305,7 +307,7 @@ def _parquet_batches(path: Path) -> Iterator[tuple[Any, int]]:
 
 
 def _saved_batches(path: Path) -> Iterator[tuple[Any, int]]:
-    """Yield record batches of the files that ``state.json`` names, of the columns that it names."""
+    """Yield record batches of the files and columns that ``state.json`` names, each with the bytes read so far."""
     import pyarrow
 
     state = json.loads((path / STATE).read_text(encoding="utf-8"))

@@ -149,8 +149,8 @@ class Loader:
         return max(1, math.ceil(rows / self.rows_per_step))
 
     def first(self, count: int) -> Iterator[MicroBatch]:
-        """Yield this rank's first ``count`` micro-batches, for calibration; the same number on every rank. Their rows
-        are the samples themselves, also if a subclass replaces :meth:`step`."""
+        """Yield this rank's first ``count`` micro-batches, for calibration; the same number on every rank. They contain
+        ``samples`` as given, even if the :meth:`step` of a subclass returns other rows."""
         steps = (Loader.step(self, k) for k in itertools.count())
         return itertools.islice(itertools.chain.from_iterable(steps), count)
 
@@ -165,8 +165,8 @@ class Loader:
         return self.samples.key
 
     def describe(self, step: int) -> str:
-        """Describe the samples of this rank in a step, for error messages: their number, and file and line where
-        known."""
+        """Describe the samples of this rank in a step, for error messages: the indices of the first ones, with file and
+        line where known, and the number of the others."""
         ids = [i for rows in self._rows(step) for row in rows for i in row]
         names = [f"{i} ({where})" if (where := self.samples[i].where()) else str(i) for i in ids[:NAMED_SAMPLES]]
         more = f" and {len(ids) - NAMED_SAMPLES} more" if len(ids) > NAMED_SAMPLES else ""
@@ -187,7 +187,11 @@ class Loader:
 
 
 def with_own_labels(batch: MicroBatch, share: Share) -> MicroBatch:
-    """Keep only this rank's labels in rows that several ranks share; the other tensors stay whole."""
+    """Cut the labels to the tokens that this rank computes, in rows that several ranks share; other tensors stay whole.
+
+    ``share`` maps the length of a row to the slice of these tokens. The result also has ``own_targets``, bool, an
+    element for each target of the whole rows: True if this rank computes it.
+    """
     targets, own = batch["labels"] != IGNORE, share(batch["labels"].shape[1])
     mine = torch.zeros_like(targets)
     mine[:, own] = True
@@ -195,7 +199,8 @@ def with_own_labels(batch: MicroBatch, share: Share) -> MicroBatch:
 
 
 def pad(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int, shortest: int = 1) -> MicroBatch:
-    """Batch one sample per row, padded to the longest of these samples and at least to ``shortest`` positions."""
+    """Batch one sample per row, padded to the longest of these samples and at least to ``shortest`` positions. A row of
+    ``rows`` is a list with one index in ``samples``."""
     batch = _fill(samples, rows, pad_token_id, max(shortest, *(len(samples[i].input_ids) for (i,) in rows)))
     batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
     for row, start, end in batch["spans"].tolist():
@@ -204,7 +209,8 @@ def pad(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: 
 
 
 def pack_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int, length: int) -> MicroBatch:
-    """Batch several samples per row, concatenated, in rows of ``length`` positions."""
+    """Batch several samples per row, concatenated, in rows of ``length`` positions. A row of ``rows`` is a list of
+    indices in ``samples``."""
     batch = _fill(samples, rows, pad_token_id, length)
     positions = torch.arange(length).repeat(len(rows), 1)
     for row, _, end in batch["spans"].tolist():  # in order: each sample restarts the count after its end
@@ -428,7 +434,7 @@ READ_BY_THE_HOST = ("sample_ids", "spans", "own_targets")
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Move a loader's micro-batch to the device; add ``positions`` [N]: the indices into [B * T] with labels.
+    """Move a loader's micro-batch to the device; add ``positions`` [N]: the indices in [B * T] that have a label.
 
     Tensors that the host reads stay on the host. Positions could also be computed from labels on a GPU, but their
     number depends on the data, so the host would wait for all queued GPU work.

@@ -1,4 +1,4 @@
-"""Shared parts of both readers: samples, the tokenizer of a checkpoint, and its copy with reliable offsets.
+"""Shared parts of the readers of chats and of text: samples, and a checkpoint's tokenizer with reliable offsets.
 
 Labels of a sample are already shifted: position t of ``input_ids`` sees the tokens up to t and predicts ``labels[t]``.
 Neither the loader nor the model shifts them again.
@@ -57,7 +57,7 @@ class Sample:
 
 
 class Flat:
-    """Arrays laid end to end, without a copy."""
+    """Several arrays read as if they were concatenated, without a copy. Empty ones are left out."""
 
     def __init__(self, parts: Iterable[np.ndarray]) -> None:
         self.parts = [part for part in parts if len(part)]
@@ -76,7 +76,7 @@ class Flat:
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """Copy the elements at these indices."""
+        """Copy the elements at the indices ``places``."""
         found, which = np.empty(len(places), np.int32), np.searchsorted(self._ends, places, side="right") - 1
         for index in np.unique(which):
             mine = which == index
@@ -183,7 +183,8 @@ class Samples(Sequence[Sample]):
         )
 
     def named(self, where: str) -> np.ndarray:
-        """Return the indices of the samples of a line; ``where`` is its ``file:line``, as from :meth:`Sample.where`."""
+        """Return the indices of the samples of the line ``where``, a ``file:line`` as from :meth:`Sample.where`. The
+        array is empty if there are none."""
         file, _, line = where.rpartition(":")
         number = int(line) if line.isdecimal() and line == str(int(line)) else 0
         codes = [code for code, name in enumerate(self.files) if name == file and number]

@@ -31,7 +31,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in vocabularies of SentencePi
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text of consecutive tokens that are all targets, or all no targets."""
+    """Text of consecutive tokens that are all targets, or of which none is a target."""
 
     text: str
     target: bool
@@ -99,7 +99,7 @@ def _byte_names() -> dict[str, int]:
 
 
 def first_rows(samples: Samples, rows: int | None) -> Iterator[tuple[str, Samples, Samples]]:
-    """Yield each file, its samples, and the first ``rows`` of them (all if None)."""
+    """Yield each file that has samples, all its samples, and the first ``rows`` of them (all if None)."""
     for code, file in enumerate(samples.files):
         if len(indices := np.flatnonzero(samples.codes == code)):
             its_own = samples.take(indices)
@@ -109,7 +109,8 @@ def first_rows(samples: Samples, rows: int | None) -> Iterator[tuple[str, Sample
 def described(
     splits: dict[Split, Samples], decoder: Detokenizer, rows: int | None, *, color: bool = False
 ) -> Iterator[str]:
-    """Yield texts to print: the numbers of each file and its first ``rows`` samples, the targets marked."""
+    """Yield texts to print: for each file the numbers of samples, tokens and targets, then its first ``rows`` samples
+    (all if None). Targets are marked, with ``color`` by a color instead of brackets. ``splits``: samples by use."""
     blocks: list[tuple[str, list[Segment]]] = []
     for split, samples in splits.items():
         for file, its_own, shown in first_rows(samples, rows):

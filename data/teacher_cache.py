@@ -106,8 +106,8 @@ def offsets_of(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def create(directory: Path, manifest: Manifest) -> None:
-    """Allocate the files in ``directory`` at their final size; call it in one process. A full disk is detected here.
-    Raises OSError if the disk is full."""
+    """Allocate the files in ``directory`` at their final size; call it in one process only. Raises OSError if the disk
+    has not enough space for them."""
     for name in CACHE_DTYPES:
         size = manifest.bytes_of(name)
         with open(directory / name, "wb") as stream:
@@ -116,7 +116,7 @@ def create(directory: Path, manifest: Manifest) -> None:
 
 
 class Writer:
-    """Writer of rows into the files of :func:`create`, for any number of processes at a time."""
+    """Writer of rows into the files of :func:`create`; several processes may write, each by its own Writer."""
 
     def __init__(self, directory: Path) -> None:
         self._files = {name: os.open(directory / name, os.O_WRONLY) for name in CACHE_DTYPES}
@@ -132,14 +132,15 @@ class Writer:
                 view, at = view[written:], at + written
 
     def close(self) -> None:
-        """Flush everything to disk, and close the files. Raises OSError."""
+        """Flush everything to disk, and close the files. Raises OSError if the disk refuses data."""
         for file in self._files.values():
             os.fsync(file)
             os.close(file)
 
 
 def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[str, dict[int, int]]:
-    """Compute the CRC-32 of every ``of``-th block, beginning with block ``share``: by file and block index."""
+    """Compute the CRC-32 of every ``of``-th block of all files, beginning with block ``share``; map file to block index
+    to CRC-32. A block has ``CHECKED_BYTES`` bytes."""
     blocks = [(name, index) for name in CACHE_DTYPES for index in range(-(-manifest.bytes_of(name) // CHECKED_BYTES))]
     found: dict[str, dict[int, int]] = {name: {} for name in CACHE_DTYPES}
     for name, index in blocks[share::of]:
@@ -150,7 +151,7 @@ def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[
 
 
 def finish(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest: the cache is complete."""
+    """Write the manifest. Call it last: it marks the cache as complete."""
     with open(directory / MANIFEST, "w", encoding="utf-8") as stream:
         json.dump({"format": FORMAT, **asdict(manifest)}, stream, indent=1)
         stream.flush()
@@ -187,8 +188,8 @@ class TeacherCache:
             )
 
     def verify(self, share: int, of: int) -> None:
-        """Verify one of ``of`` equal shares of the cache, number ``share``: checksums and values. Raises CacheError if
-        a file differs or contains invalid values; the message names the first such file."""
+        """Verify one of ``of`` equal shares of the cache, number ``share`` from 0: checksums and values. Raises
+        CacheError if a file differs or contains invalid values; the message names the first such file."""
         for name, blocks in checksums(self.directory, self.manifest, share, of).items():
             expected = self.manifest.checksums.get(name, [])
             for index, found in blocks.items():
@@ -247,13 +248,14 @@ class TeacherCache:
             )
 
     def rows(self, sample_ids: Sequence[int]) -> np.ndarray:
-        """Return the positions of the targets of some samples, concatenated, int64."""
+        """Return the positions of all targets of the samples with these indices, concatenated, int64 [R]."""
         offsets = self._arrays["offsets"]
         spans = [np.arange(offsets[i], offsets[i + 1]) for i in sample_ids]
         return np.concatenate(spans) if spans else np.empty(0, np.int64)
 
     def top_k(self, rows: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Read ``log_probs`` fp32 [R, K], ``indices`` int64 [R, K] and ``log_tail`` fp32 [R] of some positions."""
+        """Return ``log_probs`` fp32 [R, K], ``indices`` int64 [R, K] and ``log_tail`` fp32 [R] at the positions
+        ``rows``, int [R]."""
         log_probs, indices, log_tail = (
             torch.from_numpy(np.array(self._arrays[name][rows])) for name in ("log_probs", "indices", "log_tail")
         )

@@ -64,7 +64,7 @@ class SpecialTexts:
         self._pattern = any_of(self.texts)
 
     def first_in(self, *values: Any) -> re.Match[str] | None:
-        """Find the first special token in the strings of JSON values, keys included."""
+        """Find the first special token in the strings of JSON values, keys included; None if there is none."""
         return next(filter(None, map(self._pattern.search, _strings(values))), None)
 
     def count_in(self, *values: Any) -> int:
@@ -121,11 +121,12 @@ class Ends:
         self._pattern = any_of(special.texts | self._stops)
 
     def first_stop(self, text: str, start: int = 0) -> Span | None:
-        """Find the first token at which generation stops."""
+        """Return the range of the first token in ``text``, from ``start`` on, at which generation stops; None if there
+        is none."""
         return next((m.span() for m in self._pattern.finditer(text, start) if m[0] in self._stops), None)
 
     def texts_in(self, text: str) -> list[str]:
-        """Return the texts of the tokens in ``text`` that may end a turn, except tokens at which generation stops."""
+        """Return the special tokens in ``text``, in order, without those at which generation stops."""
         return [token for token in self._pattern.findall(text) if token not in self._stops]
 
     def leading(self, text: str) -> list[str]:
@@ -134,8 +135,9 @@ class Ends:
         return self.texts_in(text[: match.start()] if match else text)
 
     def first(self, text: str, start: int = 0) -> Span | None:
-        """Find the end of a turn: the first token that may end it; or, after only whitespace, the next one if
-        generation stops there."""
+        """Return the range of the token that ends a turn, from ``start`` on: the first token that may end it. If
+        generation does not stop there, and only whitespace and such tokens separate it from one at which generation
+        stops, that one. None if there is none."""
         end = None
         for match in self._pattern.finditer(text, start):
             if end is not None and text[start : match.start()].strip():
@@ -310,7 +312,7 @@ def _formatted_call(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
 
 
 def plain(content: Any) -> str:
-    """Return the text of a content: a string, a list of text parts, or None."""
+    """Return the text of a content: a string, a list of text parts, or None (an empty text)."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content or ""

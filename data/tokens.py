@@ -73,14 +73,15 @@ class OffsetTokenizer:
         return len(text) > size and len(self.one(text[:size]).ids) > 2 * tokens
 
     def one(self, text: str, spelled: Sequence[Span] = ()) -> Tokens:
-        """Tokenize a text; ``spelled`` are the special tokens that contents spell out. Raises TokenizerError if the
-        tokenizer refuses the text."""
+        """Tokenize a text; ``spelled`` are the ranges of the special tokens that contents spell out, in order. Raises
+        TokenizerError if the tokenizer refuses the text, and the errors of :meth:`with_text`."""
         with named_errors():
             tokens = _tokens(self._backend.encode(text, add_special_tokens=False))
         return self.with_text(text, tokens, spelled)
 
     def with_text(self, text: str, tokens: Tokens, spelled: Sequence[Span]) -> Tokens:
-        """Retokenize the special tokens at ``spelled`` as plain text, if ``spelled_as_text``.
+        """Retokenize the special tokens at ``spelled`` as plain text if the class got ``spelled_as_text=True``;
+        otherwise return ``tokens``, those of ``text``, unchanged.
 
         Text between two special tokens is tokenized independently, so only these ranges are tokenized again. Raises
         BadLineError if this tokenizer merges across special tokens.
@@ -103,7 +104,7 @@ class OffsetTokenizer:
         return Tokens(ids, offsets)
 
     def spelled_at(self, tokens: Tokens, spelled: Sequence[Span]) -> list[int]:
-        """Return the indices of special tokens in ``spelled``, the ordered ranges that contents spell out."""
+        """Return the indices in ``tokens`` of special tokens that are in one of the ranges ``spelled``, in order."""
         starts = [start for start, _ in spelled]
 
         def spelled_out(left: int, right: int) -> bool:
@@ -129,8 +130,8 @@ class OffsetTokenizer:
 
 
 def in_groups(texts: Iterable[T], count: int, characters: int, length: Callable[[Any], int] = len) -> Iterator[list[T]]:
-    """Group texts in order: at most ``count`` in a group, together at most ``characters`` long by ``length``. A longer
-    text has a group of its own."""
+    """Group texts in order: at most ``count`` in a group, and the sum of their ``length`` at most ``characters``. A
+    text that is longer has a group of its own."""
     group: list[T] = []
     total = 0
     for text in texts:

@@ -1,7 +1,7 @@
 """Call a function for many tasks in processes beside this one, with the results in the order of the tasks.
 
 Processes are started, not forked: a rank has threads and a GPU, which a fork breaks. They import only what the function
-needs, and end with this process. (Those of multiprocessing would first import the script that trains.)
+needs, and end with this process. (Processes of multiprocessing would first import the script that trains.)
 """
 
 import os
@@ -22,14 +22,14 @@ _START = "import sys; sys.path.insert(0, sys.argv[1]); from data.workers import 
 
 
 class WorkerError(OSError):
-    """Error of a process that ended before its task."""
+    """Error of a process that ended before it had finished its task."""
 
 
 class Workers(ExitStack):
     """Context of processes that call a function; they start with their first task.
 
     Args:
-        make: makes the function, once in each process; can be pickled if ``processes`` is not 1.
+        make: returns the function, called once in each process; must be picklable if ``processes`` is not 1.
         processes: number of processes; 1: this process itself.
     """
 
@@ -78,12 +78,13 @@ class _Worker:
         self.send(pickle.dumps(make))
 
     def send(self, task: Any) -> None:
-        """Begin a task; the result of the task before it must have been read. Raises WorkerError."""
+        """Begin a task; the result of the task before it must have been read. Raises WorkerError if the process has
+        ended."""
         with self._alive():
             self._pipe.send(task)
 
     def result(self) -> Any:
-        """Return the result of the task. Raises its error, or WorkerError."""
+        """Return the result of the task. Raises the task's error, or WorkerError if the process has ended."""
         with self._alive():
             result, error = self._pipe.recv()
         if error is not None:
@@ -109,7 +110,8 @@ class _Worker:
 
 
 def serve(handle: int) -> None:
-    """Serve `Workers` at the pipe ``handle``: get what makes the function, then tasks; send each result or error."""
+    """Serve `Workers` at the pipe ``handle``: receive its argument ``make``, pickled, then tasks; send each task's
+    result or error. Return when the pipe is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the process that started this one decides
         signal.signal(number, signal.SIG_IGN)
     from transformers.dynamic_module_utils import init_hf_modules
