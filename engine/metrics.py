@@ -139,7 +139,7 @@ class GrowingFile:
         return begin, begin + len(data)
 
     def report(self, error: OSError) -> None:
-        """Print the first failure."""
+        """Print a warning about a failed write, only the first time."""
         if not self._failed:
             say(f"warning: {self._shown} cannot be written ({error.strerror or error}): {self._lost}")
         self._failed = True
@@ -295,7 +295,7 @@ class Summary:
 
     @property
     def last(self) -> dict[str, float]:
-        """Mean of the last values of each loss."""
+        """Map each loss to the mean of its last values (``recent``)."""
         return {name: math.fsum(values) / len(values) for name, values in self.recent.items()}
 
     def text(self, *, devices: int, skipped: int, evaluations: tuple[Mapping, Mapping]) -> str:

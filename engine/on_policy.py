@@ -50,7 +50,7 @@ class OnPolicyLoader(Loader):
 
     Args:
         vocabulary: number of token ids that both student and teacher have.
-        stop_requests: end the wait for the server.
+        stop_requests: the run's; once it is asked to stop, the loader no longer waits for the server.
         options: other arguments of `Loader`.
     """
 

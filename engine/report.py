@@ -109,7 +109,8 @@ def _grad_norms(step: StepResult) -> dict[str, float]:
 
 
 def best_line(checkpoints: Path) -> str | None:
-    """Return the final line about a directory's best checkpoint (a warning if ``best.json`` is damaged), or None."""
+    """Return the final line about a directory's best checkpoint (a warning if ``best.json`` is damaged); None if no
+    checkpoint is marked as the best."""
     try:
         best = best_checkpoint(checkpoints)
     except ValueError as error:  # everything else is done and written

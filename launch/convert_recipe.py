@@ -439,7 +439,7 @@ def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
 
 
 def from_torchtune(source: ForeignRecipe) -> Converted:
-    """Convert a configuration of torchtune's recipe qat_distributed."""
+    """Convert a configuration of torchtune's recipes qat_distributed and qat_lora_finetune_distributed."""
     made = Converted()
     output = source.take("output_dir", "runs/converted")
 

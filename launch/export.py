@@ -67,7 +67,8 @@ def main() -> None:
 
 
 def check_format(recipe: Recipe) -> None:
-    """Refuse a format that contradicts the run: the run has refused only the one in its recipe. Raises RecipeError."""
+    """Refuse an ``export.format`` that contradicts other options of the recipe: when the run started, it checked only
+    the format that its recipe had then. Raises RecipeError."""
     run = copy.deepcopy(recipe)
     run.export.enabled = True
     run.data.kind = "chat"  # on_policy restricts only what a run publishes
@@ -76,7 +77,8 @@ def check_format(recipe: Recipe) -> None:
 
 
 def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
-    """Rebuild the run's engine without its teacher, load its state, export. Raises RecipeError or RankError."""
+    """Rebuild the run's engine without its teacher, load the checkpoint, and export. Raises RecipeError if the export
+    cannot be written to its place, RankError on every rank for other problems."""
     check_export(recipe)
     context = start_ranks(recipe, {"--checkpoint": checkpoint})
     with errors_on_all_ranks(OSError, ValueError):

@@ -37,7 +37,7 @@ class _Ignored(argparse.Action):
 
 
 def add_plain_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a script that writes a changed copy of a checkpoint."""
+    """Add ``--model`` and ``--out``, the options of scripts that write a changed copy of a checkpoint."""
     parser.add_argument(
         "--model",
         type=CheckpointName,
@@ -48,7 +48,7 @@ def add_plain_model(parser: argparse.ArgumentParser) -> None:
 
 
 def int_from(least: int) -> Callable[[str], int]:
-    """Return the ``type`` of an option that is a whole number from ``least`` on."""
+    """Return the ``type`` of an option whose values are whole numbers of at least ``least``."""
 
     def parsed(text: str) -> int:
         if not text.removeprefix("-").isdecimal() or int(text) < least:
@@ -75,7 +75,8 @@ def fetch_checkpoints(
 ) -> None:
     """Replace every :class:`CheckpointName` in the options by a local directory; names in ``known`` stay.
 
-    ``weights`` and ``code``: see :func:`engine.config.hub.local_paths`. Raises RecipeError.
+    ``weights`` and ``code``: see :func:`engine.config.hub.local_paths`. Raises RecipeError if a checkpoint cannot be
+    fetched.
     """
 
     def fetched(option: str, value: Any) -> Any:
@@ -136,7 +137,8 @@ def program(name: str) -> str:
 
 
 def run_command(shown: Sequence[str], stdout: IO[str] | None = None, stderr: IO[str] | None = None) -> int:
-    """Print a command, run it with this project's scripts, and return its exit code. Raises FileNotFoundError."""
+    """Print a command, run it with this project's scripts, and return its exit code. Raises FileNotFoundError if the
+    program does not exist."""
     print(f"$ {shlex.join(shown)}", flush=True)
     command = [str(ROOT / word) if re.fullmatch(r"launch/\w+\.py", word) else word for word in shown[1:]]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

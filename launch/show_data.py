@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def only_line(splits: dict[Split, Samples], place: str) -> dict[Split, Samples]:
-    """Select the sample of a line. Raises RecipeError if there is none."""
+    """Select the sample that was made from the line ``place``, given as FILE:NUMBER. Raises RecipeError if there is
+    none."""
     file, _, line = place.rpartition(":")
     place = f"{Path(file)}:{line}"  # as readers name files
     found = {split: samples.take(samples.named(place)) for split, samples in splits.items()}

@@ -134,8 +134,9 @@ def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
 
 
 def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str, str]) -> dict[str, str]:
-    """Map table names to the exports of all PTQs. A single PTQ has the scheme's name. Raises RecipeError if an external
-    PTQ is missing, or has the name of a PTQ that is made here."""
+    """Map names for the table to the exports of all PTQs: those of ``scripts``, and those made elsewhere
+    (``elsewhere``). A single PTQ has the scheme's name. Raises RecipeError if a PTQ of ``elsewhere`` is missing, or has
+    the name of a PTQ that is made here."""
     out, scheme = Path(recipe.output_dir), recipe.quant.scheme
     made = {
         part.removeprefix(f"{PTQ}_") if part != PTQ else recipe.quant.init: str(out / part / "export")
@@ -151,7 +152,8 @@ def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str,
 
 
 def check_comparable(recipe: Recipe) -> None:
-    """Refuse recipes that this script cannot compare fairly. Raises RecipeError."""
+    """Refuse recipes whose FT, PTQ and QAT would not differ by quantization alone, and options that the study sets
+    itself. Raises RecipeError with one line per problem."""
     quant, export = recipe.quant, recipe.export
     rules = [
         ("quant.scheme", quant.scheme, quant.scheme != SOURCE, "a scheme: FT, which PTQ reads, holds no codes"),

@@ -118,7 +118,8 @@ def check_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
 
 
 def load_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
-    """Restore the state of every object in ``stateful``; other states are ignored, as an export has no schedule."""
+    """Restore the state of every object in ``stateful`` from a rank's file. States of other objects are ignored: an
+    export, for example, has no schedule to restore."""
     for name, owner in stateful.items():
         owner.load_state_dict(state["stateful"][name])
 
@@ -209,11 +210,12 @@ class _Masters:
         self.path, self.rank = path, old
 
     def coded(self, group: int) -> bool:
-        """Return True if the group has 8-bit moments."""
+        """Tell if the optimizer's group number ``group`` has 8-bit moments."""
         return f"{MOMENTS[0]}_codes" in self.state.get(group, {})
 
     def read(self, group: int, key: str, start: int, stop: int) -> Tensor:
-        """Return elements of the flat masters (``fp32``) or moments of a group."""
+        """Return elements ``[start, stop)`` of the flat fp32 masters (``key`` is ``fp32``) or of a flat moment
+        (``exp_avg``, ``exp_avg_sq``) of the optimizer's group number ``group``."""
         swapped = self.path / swap_name(self.rank, group, key)
         if swapped.exists():
             return torch.from_file(str(swapped), size=swapped.stat().st_size // 4)[start:stop]
