@@ -209,10 +209,11 @@ class Marks:
         return pieces if text[end:] == marked[at:] else None
 
     def content_end(self, pieces: list[Occurrence], text: str) -> int | None:
-        """Return the index in ``text`` at which the content with its tags ends; 0 if ``pieces`` have no content.
+        """Return the index in ``text`` after the last of ``parts`` (the marks of the content, and the template's tags
+        around them); 0 if ``pieces``, the result of `find` for ``text``, have no mark of the content.
 
-        ``pieces`` are the result of `find` for ``text``. Return None if a tag is missing, or if more than whitespace is
-        between a tag and a part. Parts at the beginning may be missing: templates omit earlier thinking.
+        Return None if ``text`` lacks a part, or has more than whitespace between two. Only the first parts may be
+        missing: templates omit the thinking of earlier turns.
         """
         found = [piece for piece in pieces if piece.mark in self.parts]
         if not found:

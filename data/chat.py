@@ -382,8 +382,8 @@ class _Builder:
         conversation = conversation_of(line, self.fields, self.template.reads, prompt=self.prompts)
         if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
             raise BadLineError(
-                f"found the special token {token!r} spelled out, expected none: data.special_tokens keep or text "
-                "allows them"
+                f"found the special token {token!r} spelled out, expected none: remove it, or allow it with "
+                "data.special_tokens keep or text"
             )
         rendering = self._located(conversation)
         if self.special_tokens == "text" and rendering.unplaced:

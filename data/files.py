@@ -122,8 +122,8 @@ def _file_problem(path: Path, plain: bool) -> str | None:
 
 def data_problem(path: str | PathLike[str], *, plain: bool) -> str | None:
     """Return a clause that says why the existing ``path`` is no data file, and what to do about it (``is a tar archive:
-    unpack it``); None if it is a data file. With ``plain`` that is plain text, otherwise JSONL, both also compressed
-    with gzip or zstd, or a Parquet file or the folder of a data set."""
+    unpack it``); None if it is a data file. A data file is plain text if ``plain``, else JSONL, and may be compressed
+    with gzip or zstd. A Parquet file and the folder of a data set are data files, too."""
     path = Path(path)
     if path.is_dir():
         return _folder_problem(path, plain)

@@ -137,7 +137,7 @@ def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts
         if token := special.first_in(piece):
             raise DataError(
                 f"{path}:{line + piece.count(chr(10), 0, token.start())}: found the special token {token[0]!r} "
-                "spelled out, expected none: data.special_tokens keep or text allows them"
+                "spelled out, expected none: remove it, or allow it with data.special_tokens keep or text"
             )
         line += piece.count("\n")
 

@@ -238,8 +238,8 @@ class SharedRows:
             raise ValueError(_heads(name, heads, self.ranks))
         if {tokens, key.shape[2], value.shape[2]} != {row.counts[self.index]}:
             raise ValueError(
-                f"{name} passes attention {tokens} queries, {key.shape[2]} keys and {value.shape[2]} values, expected "
-                f"{row.counts[self.index]} of each, the tokens of a rank"
+                f"{name} calls attention with {tokens} queries, {key.shape[2]} keys and {value.shape[2]} values, "
+                f"expected {row.counts[self.index]} of each, the tokens of this rank: set parallel.sequence to 1"
             )
         if isinstance(attention_mask, Tensor) and _identity(attention_mask) not in row.masks:
             raise ValueError(f"{name} changes the mask that transformers created for the row, expected it unchanged")

@@ -214,11 +214,11 @@ class QuantizedActivation(Tensor):
     Only detach (used by ZeRO-3's hooks), new_empty and shape queries are allowed; all else raises RuntimeError.
 
     Attributes:
-        quantized: the quantized form, without a mask: the producer (a fused norm or SwiGLU) keeps the mask itself, and
-            masks the gradient for all readers.
+        quantized: the quantized form, without the mask of clipped values: the producer (a fused norm or SwiGLU) keeps
+            this mask, and applies it to the gradient for all readers.
         restored: cache of the dequantized input for backward.
         source: name of the producer, for an error.
-        readers: the cache from which the layers take the quantized form.
+        readers: the cache that the layers which read this tensor share; they get the quantized form from it.
     """
 
     quantized: QuantizedInput

@@ -430,8 +430,9 @@ def _between_blocks(
 
 
 def forward_with(module: nn.Module, *inputs: Tensor, parameters: dict[str, Any], **attributes: Any) -> Any:
-    """Run the forward of ``module``'s class on ``inputs``, with ``parameters`` and ``attributes`` (small ones) in place
-    of the module's own, on the CPU and without gradients. Return its result, or None if it raises."""
+    """Run the forward of ``module``'s class on small ``inputs``, on the CPU and without gradients. ``parameters`` and
+    ``attributes``, of sizes that fit the inputs, take the place of the module's own. Return the result, or None if the
+    forward raises."""
     small = object.__new__(type(module))
     small.__dict__ = {**module.__dict__, "_parameters": parameters, **attributes}
     with torch.device("cpu"), torch.no_grad():

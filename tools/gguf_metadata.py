@@ -218,7 +218,9 @@ def _bpe(file: GGUFSource, vocabulary: dict[str, int], merges: list[tuple[str, s
     try:
         return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
     except Exception as error:
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.merges and tokens do not fit: {error}") from error
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.merges and tokens contradict each other: {error}"
+        ) from error
 
 
 def _ranked(file: GGUFSource, vocabulary: dict[str, int], *, by_id: bool) -> list[tuple[str, str]]:

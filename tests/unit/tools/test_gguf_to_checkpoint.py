@@ -200,7 +200,7 @@ REFUSED = [
     ({"tokenizer__ggml__model": "t5"}, "tokenizer.ggml.model is 't5'"),
     ({"tokenizer__ggml__precompiled_charsmap": "x"}, "tokenizer.ggml.precompiled_charsmap"),
     ({"tokenizer__ggml__merges": ["a b c"]}, "tokenizer.ggml.merges is missing, or"),
-    ({"tokenizer__ggml__merges": ["zzz b"]}, "tokenizer.ggml.merges and tokens do not fit"),
+    ({"tokenizer__ggml__merges": ["zzz b"]}, "tokenizer.ggml.merges and tokens contradict each other"),
     ({"tokenizer__ggml__token_type": [1]}, "or not lists of one length"),
     ({"tokenizer__ggml__eos_token_id": 400}, "eos_token_id is 400, but there are 330 tokens"),
     ({"split__count": 2}, "one file of several"),
