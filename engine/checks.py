@@ -18,7 +18,7 @@ from quant.rules import exempt_line, name_patterns
 
 
 def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Sum counts over all ranks, and check that schedule events have set the same values on each rank; one all-reduce.
+    """Sum both ``counts`` over all ranks, and check that events have set the same values on each rank; one all-reduce.
 
     A checksum of the settings is reduced with the counts. It is the same on every rank if and only if the sum of its
     squares, times the number of ranks, is the square of its sum. Ranks that have stopped also call this, with counts of
@@ -72,7 +72,7 @@ def _difference(state: LoopState) -> str:
 
 def check_layers_ran(quantization: Quantization) -> None:
     """Check after the first forward that the model called every quantized layer; a collective. Raises RankError on
-    every rank if the model's code uses the weight of a layer without calling the layer."""
+    every rank if a layer was not called: code that uses its weight directly would train without its fake quant."""
     unused = [name for name, layer in quantization.layers.items() if not layer.trained]
     raise_everywhere(
         f"{listed(unused, 3)}: the model's forward did not call them, so that training would not quantize what the "
@@ -86,8 +86,8 @@ def watch_gradients(model: nn.Module) -> Callable[[], str | None]:
     """Record which trained Parameters receive a gradient.
 
     Returns:
-        A function that ends the recording and describes the trained Parameters that received none on any rank (weight
-        decay alone would move them), or returns None; a collective.
+        A function, a collective, that ends the recording and describes the trained Parameters that received no
+        gradient on any rank (weight decay alone would move them). It returns None if all received one.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     without = dict.fromkeys(trained)

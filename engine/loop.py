@@ -75,7 +75,7 @@ class Loop:
 
     def token_loss(self, name: str, *, weight: float) -> Callable[[TokenLoss], TokenLoss]:
         """Decorator: add a loss per token, a function of a LossChunk (engine/losses/objective.py), with a weight; it is
-        logged as ``loss/<name>``. Raises ValueError: the name is taken."""
+        logged as ``loss/<name>``. Raises ValueError if another loss or diagnostic has this name."""
         taken = ("total", "lm", "kd", ROUTER_AUX, *DIAGNOSTICS, *(loss.name for loss in self.token_losses))
         if name in taken:
             raise ValueError(f"loss {name!r}: expected another name than {', '.join(taken)}")
@@ -88,8 +88,8 @@ class Loop:
 
     def run(self) -> LoopState:
         """Set up, train, export; return the state after the last step. A signal (engine/cluster/job.py) ends the run
-        after the current step, with a checkpoint and without an export. Raises RecipeError before the process group
-        starts, RankError on every rank after that."""
+        after the current step, with a checkpoint and without an export. Raises RecipeError for a problem that is found
+        before the process group starts, RankError on every rank for any later one."""
         try:
             self.schedule.check(self.recipe.train.steps)
         except ValueError as error:

@@ -43,7 +43,8 @@ EDGES = np.concatenate([-_LIMITS[::-1], [0.0], _LIMITS])  # of all histograms, s
 
 
 class MetricsWriter:
-    """Destination of a run's curves. None of its methods raises an error of a disk or a network."""
+    """Destination of a run's curves. None of its methods raises an error of a disk or a network. A destination
+    implements ``log``, and of the other methods those that apply to it; by default they do nothing."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add one point per value at ``step`` (optimizer steps done)."""
@@ -56,7 +57,7 @@ class MetricsWriter:
         """Add the picture that ``draw`` returns."""
 
     def results(self, recipe: Recipe, results: Mapping[str, float], step: int) -> None:
-        """Add options and results of the run for a table of runs."""
+        """Add the recipe's options and the run's results, by name, to the destination's table that compares runs."""
 
     def close(self, *, failed: bool) -> None:
         """Finish after the last point; ``failed`` if an error ends the run."""
@@ -81,7 +82,8 @@ class Metrics:
             writer.close(failed=kind is not None)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add one point per value at ``step`` (optimizer steps done). Raises ValueError: a name is taken."""
+        """Add one point per value at ``step`` (optimizer steps done). Raises ValueError if a name is ``step`` or
+        ``time``."""
         if taken := OWN_KEYS & values.keys():
             raise ValueError(f"state.log: {min(taken)!r}, expected another name: lines of {FILE} have it already")
         plain = {name: float(value) for name, value in values.items()}
@@ -89,7 +91,7 @@ class Metrics:
             writer.log(plain, step)
 
     def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
-        """Add a histogram of the finite values, if any."""
+        """Add a histogram of the finite values; nothing if there are none."""
         if finite := [value for value in values if math.isfinite(value)]:
             for writer in self._writers:
                 writer.histogram(tag, finite, step)
@@ -124,8 +126,8 @@ class GrowingFile:
         self._failed = False
 
     def write(self, place: int, data: bytes) -> tuple[int, int]:
-        """Write ``data`` from byte ``place`` (or from the end of a shorter file), and cut off what follows; return its
-        first byte and its end, or ``place`` twice if the write fails."""
+        """Write ``data`` from byte ``place`` (or from the end of a shorter file), and cut off what follows. Return the
+        offsets in the file where ``data`` begins and ends; ``place`` twice if the write fails."""
         try:
             # Opened by its name each time, since it may have been removed; never through a link.
             with open(self.path, "r+b", opener=_create_file) as file:
@@ -189,7 +191,7 @@ class MetricsFile(MetricsWriter):
         self._add({name: value if math.isfinite(value) else json.dumps(value) for name, value in values.items()}, step)
 
     def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
-        """Add a histogram to the line of ``step``, with the fields that TensorBoard gets."""
+        """Add a histogram to the line of ``step``, with the fields of TensorBoard's: min, max, num, bucket, ..."""
         made = histogram(tag, np.array(values), EDGES).value[0].histo
         self._add({tag: MessageToDict(made, preserving_proto_field_name=True)}, step)
 
@@ -238,7 +240,7 @@ class TensorBoard(MetricsWriter):
         self._write(EventSummary(value=points), step)
 
     def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
-        """Add a histogram with buckets between ``EDGES``."""
+        """Add a histogram whose bucket limits are ``EDGES``."""
         self._write(histogram(tag, np.array(values), EDGES), step)
 
     def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
@@ -258,7 +260,7 @@ class TensorBoard(MetricsWriter):
 
 
 def flat_options(recipe: Recipe) -> dict[str, Any]:
-    """Map options by key to plain values: numbers, booleans, and text for the rest."""
+    """Map the key of every option (``optim.lr``) to a plain value: a number, a boolean, or for the rest a text."""
     values = {key: named(getattr(owner, item.name)) for key, owner, item in recipe_options(recipe)}
     return {key: one if isinstance(one, bool | int | float | str) else str(one) for key, one in values.items()}
 
@@ -285,7 +287,8 @@ class Summary:
     peak_bytes: int = 0
 
     def step(self, losses: Mapping[str, float], tokens: int, valid_tokens: int) -> None:
-        """Count one optimizer step, with its tokens, and note its losses; a skipped step has none."""
+        """Count one optimizer step and its tokens over all ranks (all, and those with a target), and note its losses;
+        ``losses`` is empty for a skipped step."""
         self.steps += 1
         self.tokens += tokens
         self.valid_tokens += valid_tokens
@@ -299,7 +302,8 @@ class Summary:
         return {name: math.fsum(values) / len(values) for name, values in self.recent.items()}
 
     def text(self, *, devices: int, skipped: int, evaluations: tuple[Mapping, Mapping]) -> str:
-        """Format the summary; ``evaluations`` are the run's first and last evaluation."""
+        """Format the summary. ``devices``: number of ranks; ``skipped``: number of skipped steps; ``evaluations``:
+        results of this process's first and of the last evaluation, left out if there was none."""
         seconds = time.perf_counter() - self.started
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens ({self.valid_tokens:,} with a target) in "
@@ -332,7 +336,8 @@ LONGEST_REASON = 300  # characters
 
 
 class Sink(NamedTuple):
-    """Started tracker: ``log(values, step)`` sends points, ``finish(failed)`` ends its run; ``place`` names the run."""
+    """Started tracker: ``log(values, step)`` sends points, ``finish(failed)`` ends its run; ``place`` is text for the
+    user that says where the points go, such as an address."""
 
     log: Callable[[Mapping[str, float], int], object]
     finish: Callable[[bool], object]
@@ -385,6 +390,9 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
 
 def import_trackers(recipe: Recipe) -> dict[str, ModuleType]:
     """Import the packages of the trackers of ``train.report_to`` on rank 0; a collective.
+
+    Returns:
+        The packages by the tracker's name; empty on other ranks.
 
     Raises:
         RankError: on every rank: a package is not installed, or cannot be imported.
@@ -460,7 +468,7 @@ class Tracker(MetricsWriter):
             say(f"warning: {self._name}: {why}: it is off from here on, and the run goes on ({FILE} has all points)")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Queue one point per value."""
+        """Queue one point per value; if the queue is full, turn the tracker off for the rest of the run."""
         self._put((values, step))
 
     def _put(self, point: tuple[Mapping[str, float], int] | None) -> None:
@@ -471,7 +479,8 @@ class Tracker(MetricsWriter):
                 self._turn_off(f"it has not taken the last {MOST_WAITING:,} points")
 
     def close(self, *, failed: bool) -> None:
-        """Wait for the last points, unless the tracker stalls or takes longer than ``END_SECONDS`` for all."""
+        """Wait until the tracker has sent all points and ended its run. Give up on it, with a warning, if one call
+        takes longer than ``CALL_SECONDS``, or all together longer than ``END_SECONDS``."""
         self._failed, end = failed, time.monotonic() + END_SECONDS
         self._put(None)
         while self._thread.is_alive() and not self._off:

@@ -2,7 +2,7 @@
 
 Rank 0 sends the prompts of all rows of a step, as tokens, and gets tokens, which the step learns as they are. With each
 answer the server names the version of the weights that wrote it. This version must be of this run, and at most
-``data.max_age`` steps old. The seed of a row follows from train.seed, step and row.
+``data.max_age`` steps old. The sampling seed of an answer follows from train.seed, the step and the row in the step.
 
 The answers of a step are stored in ``output_dir/samples`` before they are learned, and kept as long as a resumed run
 may repeat the step. So a batch is a function of the step and of the stored answers, at any number of ranks.
@@ -38,7 +38,7 @@ SEEDS = 4  # random stream, separate from those of data.loader
 
 
 class WrittenAnswer(NamedTuple):
-    """Tokens of an answer, and the index of the prompt; ``ended`` is False if it has no end within data.new_tokens."""
+    """Tokens of an answer, and the index of its prompt in the samples; ``ended`` is False if data.new_tokens cut it."""
 
     prompt: int
     ended: bool
@@ -49,8 +49,10 @@ class OnPolicyLoader(Loader):
     """Loader of prompts, with answers that the student has written.
 
     Args:
+        recipe: recipe of the run, for its seed, server and output_dir.
         vocabulary: number of token ids that both student and teacher have.
         stop_requests: the run's; once it is asked to stop, the loader no longer waits for the server.
+        samples: the prompts.
         options: other arguments of `Loader`.
     """
 
@@ -65,7 +67,8 @@ class OnPolicyLoader(Loader):
 
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k``; a collective, in which rank 0 waits for the server and stores
-        its answers. Raises NoSamplesError on every rank if rank 0 gets no answers."""
+        its answers. Raises NoSamplesError on every rank if rank 0 gets no answers: the server fails for too
+        long, the run was asked to stop, or the server has another version than allowed."""
         answers: list[WrittenAnswer] = []
         problem: str | None = None
         if is_main():
@@ -86,7 +89,7 @@ class OnPolicyLoader(Loader):
         return self._own(batches)
 
     def seed_of(self, k: int, row: int) -> int:
-        """Return the seed of a row of step ``k``."""
+        """Return the sampling seed for the answer of row ``row`` of step ``k``."""
         return int(np.random.default_rng((self._recipe.train.seed, k, row, SEEDS)).integers(2**62))
 
     def _sample(self, answer: WrittenAnswer) -> Sample:

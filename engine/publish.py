@@ -12,8 +12,9 @@ one version from its first to its last token.
 vLLM does not reload all formats exactly: some kernels keep values outside of their parameters. So a server that has
 been started, and has loaded nothing since, is tested first: its parameters are overwritten with zeros, and the version
 that it was started with is loaded again. All parameters must be as after the start, bit for bit, and so must be the
-log-probabilities of a prompt. The server's ``weight_version`` keeps the result: ``default`` after a start, then the
-directory of the version that is served. A server whose update failed in between stays paused.
+log-probabilities of a prompt. The server's ``weight_version`` tells if that is done: it is ``default`` after a start,
+``updating`` during an update, and then the directory of the version that is served. A server whose update failed stays
+paused.
 """
 
 import itertools
@@ -62,7 +63,8 @@ def publish(
     """Write a version and let servers load it; a collective. See :meth:`engine.state.LoopState.publish`.
 
     Args:
-        first: yields this rank's first micro-batches, for outdated input scales and the test of a server.
+        first: ``first(n)`` yields this rank's first n micro-batches: for outdated input scales, and for the prompt
+            that tests a server.
 
     Returns:
         The version's directory (None if it could not be written), and the addresses of the servers that serve it.
@@ -141,7 +143,8 @@ def _make_current(folder: Path, name: str, keep: int) -> None:
 
 
 def versions_in(folder: Path) -> list[Path]:
-    """List the complete versions in the order of their writing, as a resumed run may repeat steps."""
+    """List the complete versions in a publish directory, the oldest first. Times of the files decide, not the numbers
+    of steps, which a resumed run may repeat."""
     versions = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}(-\d+)?", path.name)]
     return sorted(versions, key=lambda path: path.stat().st_mtime_ns)
 
@@ -173,7 +176,7 @@ COLD_ANSWERS = 3
 
 
 class ServerError(Exception):
-    """Reason why a server does not serve a version, or writes no answers."""
+    """Error whose text is the reason why a server does not serve a version, or writes no answers."""
 
 
 @contextmanager
@@ -190,7 +193,7 @@ class VllmServer:
 
     Args:
         url: its address, such as ``http://localhost:8000``.
-        end: time (of ``time.monotonic``) after which it is no longer waited for.
+        end: time (of ``time.monotonic``) after which a call waits for its answer for 1 s only.
     """
 
     def __init__(self, url: str, end: float) -> None:
@@ -201,7 +204,8 @@ class VllmServer:
 
     @_as_expected()
     def serving(self) -> tuple[str, Path, str]:
-        """Return the model's name, the directory that the server was started with, and its ``weight_version``."""
+        """Return the model's name, the directory that the server was started with, and the server's
+        ``weight_version``."""
         base = self._call("/v1/models", seconds=CONNECT_SECONDS)["data"][0]
         served = self._call("/weight_info", seconds=CONNECT_SECONDS)["weight_version"]
         if served == UPDATING:
@@ -213,14 +217,15 @@ class VllmServer:
         """Let the model answer a prompt.
 
         Args:
-            version: expected version.
+            version: directory of the version that must have written all of the answer.
             prompt: token ids.
             max_tokens: largest number of tokens of the answer.
             sampling: other parameters of vLLM's SamplingParams. Missing ones do not alter the distribution: unlike in
                 chats, generation_config.json of the model does not set them.
 
         Returns:
-            The tokens of the answer, including the token that ends it, and True; or False if ``max_tokens`` cut it.
+            The tokens of the answer, and True if the model ended it (the token that ends it is the last one), False if
+            ``max_tokens`` cut it.
         """
         parameters = {**sampling, "max_tokens": max_tokens, "detokenize": False}
         answer = self._call("/inference/v1/generate", {"token_ids": prompt, "sampling_params": parameters})
@@ -239,11 +244,12 @@ class VllmServer:
 
     @_as_expected()
     def load(self, version: Path, known: Sequence[Path], prompt: list[int]) -> None:
-        """Let the server load ``version``; test it first if it has only been started.
+        """Let the server load ``version``. If it has loaded nothing since its start, test first that a
+        reload restores its parameters exactly.
 
         Args:
             version: directory of a complete checkpoint.
-            known: versions to which the link may have pointed when the server was started.
+            known: versions to which the link ``current`` may have pointed when the server was started.
             prompt: token ids for the test.
         """
         name, root, served = self.serving()

@@ -62,14 +62,14 @@ class RunReport:
             state.log(_figures(state, last, speed))
 
     def trained(self, state: LoopState) -> None:
-        """Close the progress bar after the last step and write memory.json."""
+        """Close the progress bar after the last step and, on rank 0, write memory.json."""
         self._bar.close()
         self._summary.peak_bytes = peak = peak_memory(state.session.device)
         if self._memory is not None and is_main():
             self._memory.write(Path(state.recipe.output_dir) / MEASURED, state.session.device, peak)
 
     def end(self, state: LoopState, checkpoints: Path) -> None:
-        """Print the final lines, and log the run's results."""
+        """Print the final lines, and log the run's results. ``checkpoints``: directory of the training checkpoints."""
         if is_main() and self._summary.steps:
             state.metrics.results(state.recipe, {**self._summary.last, **state.evaluation}, state.step)
             evaluations = (state.evaluations.first, state.evaluation)
@@ -119,7 +119,7 @@ def best_line(checkpoints: Path) -> str | None:
 
 
 def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
-    """Log histograms over layers, the worst layers as scalars, and a picture of the weights' errors by layer.
+    """Log histograms over layers, the largest value over all layers as scalars, and a picture of the errors by layer.
 
     A model has hundreds of layers (thousands with experts), too many for one chart per layer.
     """
@@ -147,14 +147,15 @@ def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
 
 
 def decibels(relative_error: float) -> float:
-    """Convert a ratio of squares to dB; a ratio of 0 becomes -100 dB, the smallest result."""
+    """Convert a ratio of squares to dB; ratios below 1e-10, and 0, become -100 dB."""
     return float(10 * np.log10(max(relative_error, 1e-10)))
 
 
 def error_picture(errors: dict[str, float], step: int) -> Figure:
-    """Draw the weights' errors in dB: decoder layers from left to right, the modules of a layer from top to bottom.
+    """Draw the weights' errors (dB, by layer name): decoder layers from left to right, modules of a layer from top to
+    bottom.
 
-    All experts of a layer share a square, which shows their mean error. Layers outside the decoder are left out.
+    The same module of all experts is one square, with their mean error. Layers outside the decoder are left out.
     """
     squares: dict[tuple[str, int], list[float]] = {}
     for name, error in errors.items():
@@ -186,7 +187,7 @@ class Measured:
         device: device type of the rank.
         ranks: number of ranks of the run.
         peak: peak memory in bytes after the last step, before the export.
-        items: bytes by item.
+        items: bytes by item: parameters, gradients, master weights, moments.
     """
 
     device: str
@@ -222,15 +223,15 @@ class MemoryWatch:
         }
 
     def stepped(self) -> None:
-        """Measure the partitions of parameters, once; call it after every step. A forward without a backward, such as
-        an evaluation, leaves parameters gathered."""
+        """Measure the partitions of parameters, once. Call it directly after every step: a forward without a backward,
+        such as an evaluation, leaves parameters gathered, which would be counted, too."""
         if self._items and self._partitions is None:
             self._partitions = _bytes(partitions(self._model), set())
 
     def write(self, path: Path, device: torch.device, peak: int) -> None:
-        """Write the file that ``launch/memory.py --measured`` reads, if a step was measured.
+        """Write the file that ``launch/memory.py --measured`` reads; nothing if no step was measured.
 
-        If the disk is full there is a warning and no file; the run goes on.
+        ``device`` and ``peak``: see :class:`Measured`. If the disk is full, warn and write no file; the run goes on.
         """
         if self._partitions is None:
             return
@@ -264,7 +265,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def read_measured(file: Path) -> Measured:
-    """Read the ``memory.json`` of a run. Raises RecipeError if there is no such file, or it has another content."""
+    """Read the ``memory.json`` of a run. Raises RecipeError if the file cannot be read, or is of another kind."""
     try:
         return Measured(**parse_json(file.read_bytes()))
     except (OSError, TypeError, ValueError) as error:

@@ -54,8 +54,9 @@ class Schedule:
         return {"events": self.names, "met_events": [self.names[index] for index in self.met]}
 
     def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
-        """Restore the result of :meth:`state_dict`. If the checkpoint has actions that have run, print which actions it
-        does not know: they may run, even if they only differ a little from actions that have run."""
+        """Restore the result of :meth:`state_dict`. If actions had run before the checkpoint, also print each action of
+        this schedule that the checkpoint does not know by name: it may run, even if it is only the edited form of
+        an action that has run."""
         self.met = [index for index, name in enumerate(self.names) if name in state["met_events"]]
         for name in (name for name in self.names if state["met_events"] and name not in state["events"]):
             event = name.rpartition(" ")[0]
@@ -83,7 +84,8 @@ class Schedule:
         self.conditional.append((condition, action))
 
     def check(self, total: int) -> None:
-        """Raise ValueError for an event at a step that a run of ``total`` steps (0: not known yet) never reaches."""
+        """Raise ValueError for an event at a step that a run of ``total`` steps never reaches. If ``total`` is 0, the
+        number is not known yet, and nothing is checked."""
         late = [step for step, _ in self.before if step >= total > 0]
         if late:
             raise ValueError(
@@ -216,8 +218,9 @@ def _held_out_means(state: LoopState, held_out: HeldOut, objective: Objective) -
 
 
 def evaluate_start(state: LoopState) -> None:
-    """Evaluate the starting point; a collective. In a new run this is the PTQ model, if the run ever quantizes. In a
-    resumed run it is a step whose evaluation a signal prevented; its checkpoint is marked if it is the best."""
+    """Evaluate the starting point; a collective. A new run evaluates the PTQ model, but nothing if it never quantizes.
+    A resumed run evaluates if ``eval.every`` divides its first step, as a signal may have prevented this evaluation,
+    and marks the checkpoint if it is the best."""
     if state.saved_step is None:
         if not state.recipe.never_quantizes():
             evaluate_held_out(state)
@@ -341,7 +344,7 @@ def apply_event(event: EventRecipe, state: LoopState) -> None:
 
 
 def holds(text: str, state: LoopState) -> bool:
-    """Evaluate a condition like ``loss/lm < 2.5``; False while its metric is not measured."""
+    """Tell if a condition like ``loss/lm < 2.5`` holds; False while its metric is not measured."""
     condition = parse_condition(text)
     assert condition is not None, text
     metric, relation, bound = condition

@@ -95,7 +95,7 @@ def _check_format(recipe: Recipe) -> None:
 
 def layout_of(recipe: Recipe) -> Layout | None:
     """Return the layout of the exported model; None if only an adapter is written. Raises RecipeError if export.format
-    is source, and the source is not quantized, or has a format that is not written."""
+    is source, and the source is not quantized, or has a format that exports cannot have."""
     name, source = recipe.export.format, Path(recipe.quant.start or recipe.model.path)
     if name != "source":
         return None if name == "peft" else name
@@ -122,8 +122,9 @@ CACHE_SCALES_DROPPED = ("qwen3_5", "qwen3_next")
 
 
 def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
-    """Refuse, before training, a model whose export could not be written; a collective. Raises RankError. Warn if
-    transformers could not load the export, or vLLM would drop its scales of keys and values."""
+    """Refuse, before training, a model whose export could not be written; a collective. Raises RankError on every
+    rank. Warn if transformers could not load the export, or vLLM would drop its scales of keys and values. Do nothing
+    if only an adapter is written."""
     layout = layout_of(recipe)
     if layout is None:
         return
@@ -202,8 +203,8 @@ def export_trained(
     """Write the trained model to ``directory``, the recipe's export directory by default; a collective.
 
     A run that never quantizes writes a plain checkpoint. If the last steps trained without fake quant, the scales are
-    outdated and measured again first: input scales on ``batches``, unless observers run. Raises RankError on every rank
-    if scales cannot be measured or a file cannot be written.
+    outdated and measured again first: input scales from their observers if these are on, else on ``batches``. Raises
+    RankError on every rank if scales cannot be measured or a file cannot be written.
     """
     compressed = not session.recipe.never_quantizes() or quant.enabled
     if compressed and quant.any_stale:

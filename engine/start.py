@@ -44,7 +44,14 @@ def start_run(
 ) -> LoopState:
     """Start ranks, check models, read data, build model and scales, load the checkpoint to resume; a collective.
 
-    ``run_lock`` locks output_dir. ``recipe`` is changed: names on the Hub become paths, train.epochs sets train.steps.
+    Args:
+        recipe: is changed: names on the Hub become paths, train.epochs sets train.steps.
+        schedule: events of the recipe and of the script.
+        token_losses: losses of the script.
+        run_lock: locks output_dir here; the caller releases it.
+
+    Returns:
+        The state before the run's first step; of a resumed run, at the step of its checkpoint.
 
     Raises:
         RecipeError: a problem was found before the process group started.

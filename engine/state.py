@@ -96,8 +96,8 @@ class SkippedSteps:
             step: number of the step.
             losses: this rank's sums of the step's losses, before a reduction.
             loader: describes the samples of the step.
-            lowered: True if the loss scale was halved. If also all losses are finite, the step does not count as a
-                skipped one.
+            lowered: True if the loss scale was halved. If also the losses of all ranks are finite, only gradients
+                overflowed in fp16: a line is printed, and the step is not counted.
 
         Raises:
             RankError: ``limit`` steps in a row were skipped.
@@ -166,7 +166,7 @@ class LoopState:
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """Results of the last evaluation."""
+        """Results of the last evaluation; empty before the first."""
         return self.evaluations.last
 
     def objective(self) -> Objective:
@@ -176,7 +176,8 @@ class LoopState:
         return self.recipe.loss.objective(lm=overrides.lm_weight, kd=overrides.kd_weight, token_losses=own)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Add a point per value to the curves, at the current step. Raises ValueError: a name is taken."""
+        """Add a point per value to the curves, at the current step. Raises ValueError if a name is ``step`` or
+        ``time``."""
         self.metrics.log(values, self.step)
 
     def set_peak_rates(self, **rates: float) -> None:
@@ -197,7 +198,8 @@ class LoopState:
         Args:
             directory: an empty or new one, for versions of this run only. The servers must see it under this name.
             servers: their addresses (``http://localhost:8000``), each started with ``directory``/current.
-            keep: number of versions to keep: more if servers take longer to start than from one publish to the next.
+            keep: number of versions to keep, 2 or more. Choose more if a server takes longer to start than the run from
+                one publish to the next.
             seconds: time after which servers are no longer waited for; all ranks wait.
         """
         from engine.publish import publish
@@ -211,7 +213,8 @@ class LoopState:
         return {**self.evaluation, **(self.last.losses if self.last else {})}.get(metric)
 
     def stop(self) -> None:
-        """End the run after this step; the export still follows."""
+        """End the run, with the export; call it on every rank. If an action ``at`` a step calls it, that step still
+        runs."""
         self.stopped = True
 
 

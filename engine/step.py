@@ -26,8 +26,9 @@ from quant.observers import recomputing
 
 def train_step(state: LoopState) -> StepResult:
     """Run one optimizer step: forward and backward of every micro-batch, then the update; a collective. Raises
-    RankError on every rank if no token has a target, events made ranks differ, too many steps in a row were skipped,
-    a layer did not run or a parameter got no gradient in the first step, or a server wrote no answers."""
+    RankError on every rank if no token has a target, events have set different values on the ranks, too many steps in a
+    row were skipped, a layer did not run or a trained parameter got no gradient in the first step, or the server of
+    ``data.kind: on_policy`` wrote no answers."""
     batches = state.loader.step(state.step)
     valid, tokens = _count(state, batches)
     _set_learning_rates(state)
@@ -182,13 +183,13 @@ def micro_batch_losses(
         session: the run.
         batch: the micro-batch, on the device (:func:`data.loader.on_device`).
         objective: losses and their weights.
-        scale: factor on the total.
+        scale: factor on the total, not on the sums.
         diagnostics: also measure the distance to the teacher, if there is a teacher.
         held_out: the batch has held-out samples, for which a cached teacher has no output.
 
     Returns:
-        The total with its graph, and the sums of the losses named by :meth:`engine.losses.objective.Objective.parts`
-        and of the router's auxiliary loss.
+        The total with its graph, and the sums of the losses named by :meth:`engine.losses.objective.Objective.parts`,
+        with ``learnable.router`` also of the router's auxiliary loss.
     """
     head = session.head
     assert head is not None, "losses need a session for training"

@@ -112,12 +112,12 @@ class CheckedFiles(CheckpointEngine):
             self.fail(target.name, error)
 
     def fail(self, name: str, error: OSError) -> None:
-        """Store an error, unless one is stored already."""
+        """Store an error of the file ``name`` in :attr:`failure`, unless one is stored already."""
         self.failure = self.failure or f"{name}: {error.strerror or error}"
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read an object for DeepSpeed without running code in the file (:func:`read_object`); add the left-out
-        parameters. Raises ValueError."""
+        parameters. Raises ValueError if the file cannot be read, or holds other objects than DeepSpeed saves."""
         state = read_object(Path(path), map_location=map_location)
         self.left_out.put_in(state)
         return state
@@ -126,7 +126,7 @@ class CheckedFiles(CheckpointEngine):
         """Do nothing: the directory exists."""
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Do nothing: the caller renames the directory."""
+        """Do nothing and return True: the caller renames the directory."""
         return True
 
 
@@ -141,7 +141,7 @@ def read_object(path: Path, *, map_location: Any = None, mmap: bool = False) -> 
         mmap: map tensors into memory instead of reading them.
 
     Raises:
-        ValueError: the file cannot be read, or contains other objects; the message names both.
+        ValueError: the file cannot be read, or contains other objects; the message names the file and the reason.
     """
     try:
         with torch.serialization.safe_globals(CHECKPOINT_GLOBALS):
@@ -174,7 +174,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def file_crc32(path: Path) -> int:
-    """Compute the CRC-32 of a file. Raises OSError."""
+    """Compute the CRC-32 of a file. Raises OSError if it cannot be read."""
     crc32 = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -60,8 +60,8 @@ class Best:
 
 
 def find_checkpoint(directory: Path, which: bool | str = True) -> TrainingCheckpoint:
-    """Find the checkpoint of ``train.resume``: True (the latest), ``best``, or a directory's name. Raises ValueError if
-    there is no such checkpoint, or it is incomplete."""
+    """Find a checkpoint in ``directory``. ``which`` is the value of ``train.resume``: True (the latest), ``best``, or
+    the name of a step directory. Raises ValueError if there is no such checkpoint, or it is incomplete."""
     if which == "best":
         best = best_checkpoint(directory)
         if best is None:
@@ -163,9 +163,10 @@ def _offer(path: Path) -> str:
 
 def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
     """Find the checkpoint to resume from, and refuse it if the recipe changes an option that a resumed run must keep.
-    Raises RecipeError if there is no complete checkpoint, an option that must be kept differs (:func:`stays`), adapters
-    have another base model, events that have happened differ, or the number of rows per step differs: the position in
-    the data is the step number, so a step must have the same samples at any number of ranks."""
+    Raises RecipeError if there is no complete checkpoint, or if these differ: an option that must be kept
+    (:func:`stays`), the base model of adapters, the scheduled events before the checkpoint's step, or the number of
+    rows per step. The position in the data is the step number, so a step must have the same samples on any number of
+    ranks."""
     try:
         found = find_checkpoint(directory, recipe.train.resume)
         best_checkpoint(directory)  # raises if damaged, before the first save reads it
@@ -190,7 +191,8 @@ def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
 
 
 def other_commits(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each model of the Hugging Face Hub that has another commit than before the resume."""
+    """Yield a warning for each model of the Hugging Face Hub whose commit or name differs from that of the checkpoint's
+    run."""
     before = load_recipe(checkpoint.path / "recipe.yaml")
     for (key, old, item), (_, new, _) in zip(recipe_options(before), recipe_options(recipe), strict=True):
         was, now = getattr(old, item.name), named(getattr(new, item.name))
@@ -199,7 +201,8 @@ def other_commits(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[st
 
 
 def without_effect(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[str]:
-    """Yield a warning for each changed option that only a new run reads (``FIRST_VALUES``), so it has no effect now."""
+    """Yield a warning for each option (of ``FIRST_VALUES``) that was changed in the recipe, but is read in a new run
+    only: in the resumed run it has no effect."""
     before = load_recipe(checkpoint.path / "recipe.yaml")
     for key in FIRST_VALUES:
         was, now = (attrgetter(key)(one) for one in (before, recipe))
@@ -208,12 +211,12 @@ def without_effect(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[s
 
 
 def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
-    """Refuse training samples that differ from the samples of the run that wrote the checkpoint; a collective.
+    """Refuse training samples, given by their digest, that are not those of the checkpoint's run; a collective.
 
     A step selects samples by index, so with other samples a resumed run would train on some twice and never on others.
 
     Raises:
-        RankError: the digests differ.
+        RankError: on every rank: the digests differ on a rank.
     """
     with errors_on_all_ranks(ValueError):
         if checkpoint.samples != samples:
@@ -313,13 +316,14 @@ FIRST_VALUES = ("quant.scales", "quant.init", "adapter.start", "adapter.init")
 
 
 def stays(key: str) -> bool:
-    """Tell if a resumed run must keep the option ``key``."""
+    """Tell if the option ``key`` (``data.seed``) must have the same value in a resumed run as before."""
     section, _, name = key.partition(".")
     return section in MAY_CHANGE and name not in MAY_CHANGE[section]
 
 
 def changes(before: Recipe, recipe: Recipe) -> list[str]:
-    """List options that differ although a resumed run must keep them, like ``data.seed (was 0, is 3)``."""
+    """List the options that must stay (:func:`stays`), but differ between the old recipe ``before`` and the new one,
+    like ``data.seed (was 0, is 3)``."""
     found = []
     for (key, old, item), (_, new, _) in zip(recipe_options(before), recipe_options(recipe), strict=True):
         was, now = getattr(old, item.name), getattr(new, item.name)

@@ -62,14 +62,15 @@ OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 
 
 def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: TrainingCheckpoint) -> int:
-    """Load a verified checkpoint into the session and the stateful objects; return the steps done. A collective.
+    """Load a verified checkpoint into the session and the stateful objects; return the optimizer steps done when it was
+    written. A collective.
 
     If the number of ranks is unchanged, DeepSpeed loads the checkpoint, and the whole state is restored. At another
     number of ranks, masters, moments and scales are restored, observers are merged, and random states are new. If the
-    optimizer is or was on NVMe, DeepSpeed 0.19.8 would load neither weights nor small groups (engine.py:4456): the
-    functions for another number of ranks are used, and the whole state is restored too. Raises
-    RankError if the checkpoint has another ZeRO stage, does not match the model, lacks the state of a stateful object,
-    belongs to other frozen weights, or has parameters that are not finite.
+    optimizer is or was on NVMe, DeepSpeed 0.19.8 would load neither weights nor small groups (engine.py:4456), so
+    :func:`load_resharded` loads the checkpoint even if the number of ranks is unchanged; the whole state is then
+    restored, too. Raises RankError if the checkpoint was written under another ZeRO stage, does not match the model,
+    lacks the state of a stateful object, belongs to other frozen weights, or has parameters that are not finite.
     """
     same, left_out = checkpoint.world_size == world_size(), LeftOut(session.model, checkpoint.left_out.keys())
     on_nvme = offloads_to_nvme(session.ds_config) or any(name.endswith(SWAPPED) for name in checkpoint.files)
@@ -109,7 +110,7 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
 
 
 def check_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
-    """Refuse a rank's file that lacks the state of a stateful object. Raises ValueError."""
+    """Raise ValueError if ``state``, the content of a rank's file, lacks the state of an object in ``stateful``."""
     if missing := sorted(stateful.keys() - state["stateful"].keys()):
         raise ValueError(
             f"the checkpoint keeps no state of {', '.join(missing)}: another version has written it; resume it "
@@ -172,7 +173,7 @@ def load_resharded(
         session: the new run.
         path: the step directory, verified.
         layouts: slices of the parameters on every rank of the old run.
-        stage: ZeRO stage of both runs, 1 to 3.
+        stage: ZeRO stage of the old and of the new run, 1 to 3.
         left_out: parameters that the files do not contain.
 
     Raises:
@@ -355,8 +356,9 @@ def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge_observers(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Merge one input's statistics of all old ranks: the maximum goes to every new rank, counts to rank 0 only. So a
-    maximum or sum over the new ranks equals that over the old ranks."""
+    """Merge the statistics of one input's observers on all old ranks, and return this rank's: the maximum on every
+    rank, the summed counts on rank 0, and counts of 0 on other ranks. So a maximum or sum over the new ranks equals
+    that over the old ranks."""
     absmax = torch.stack([state["absmax"] for state in states]).amax()
     share = 1 if rank() == 0 else 0
     counts = {key: share * torch.stack([state[key] for state in states]).sum(0) for key in states[0] if key != "absmax"}

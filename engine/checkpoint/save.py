@@ -79,7 +79,8 @@ def save_checkpoint(
     samples: str,
     measured: BestMetric | None = None,
 ) -> Path:
-    """Write ``<directory>/step_<step>``, make it the latest checkpoint and remove older ones; a collective.
+    """Write ``<directory>/step_<step>``, make it the latest checkpoint and remove older ones; a collective. Return its
+    path.
 
     The last ``keep`` checkpoints up to this step are kept, and the best one. If the run was resumed from an earlier
     step, checkpoints of later steps are kept until the run reaches them.
@@ -219,8 +220,9 @@ def _make_current(directory: Path, partial: Path, final: Path, keep: int, measur
 
 def mark_best(directory: Path, step: int, measured: BestMetric | None, *, keep: int) -> None:
     """Mark the checkpoint of ``step``, which was evaluated after it was written, as the best one if the value of
-    ``measured`` is below the best checkpoint's; a collective. The former best is removed, unless it is one of the last
-    ``keep``. Raises RankError on every rank if that fails; a mark that cannot be written is only a warning."""
+    ``measured`` (None: no value) is below the best checkpoint's; a collective. The former best is then removed, unless
+    it is one of the last ``keep``. Raises RankError on every rank if an old checkpoint cannot be removed; a mark that
+    cannot be written is only a warning."""
     name = f"step_{step:08d}"
     with errors_on_all_ranks(OSError):
         if is_main():

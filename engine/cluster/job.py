@@ -46,7 +46,8 @@ BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
 
 
 class RunLock:
-    """Context manager that keeps a directory locked from the call of :meth:`take`, if there is one, to its exit."""
+    """Context manager that keeps a directory locked from a call of :meth:`take` to the exit of the context; without a
+    call nothing is locked."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
@@ -174,8 +175,8 @@ def join_ranks() -> torch.device:
 
     Raises:
         RecipeError: the job has several processes, but RANK is not in the environment.
-        RankError: RANK, LOCAL_RANK or WORLD_SIZE is no number, the machine has too few devices, the ranks did not meet,
-            or this process has closed a process group before.
+        RankError: RANK, LOCAL_RANK or WORLD_SIZE is no number, the machine has too few devices, the ranks did not meet
+            in time, or this process has closed a process group before.
     """
     # DeepSpeed calls two torch collectives by names deprecated in torch 2.13; users cannot change that.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
@@ -258,7 +259,8 @@ class StopRequests:
             self._wakeup = None
 
     def work_alone(self) -> None:
-        """Stop watching the other ranks of this machine, before work in which this rank waits in no collective."""
+        """Stop watching the other ranks of this machine: a signal no longer ends this process if one of them is dead.
+        Call it before work in which this rank waits in no collective."""
         with self._looking:
             self._peers = []
 
@@ -301,8 +303,8 @@ def ignore_signals() -> None:
 
 
 def other_ranks(launcher: psutil.Process) -> list[psutil.Process]:
-    """Find the children of a launcher that are ranks of this job, without this process. A shell has other children too,
-    such as a ``tee`` that ends early."""
+    """Find the children of a launcher that are ranks of this job, without this process. If a shell is the launcher, it
+    has other children too, such as a ``tee`` that ends early."""
     return [process for process in launcher.children() if _is_other_rank(process)]
 
 

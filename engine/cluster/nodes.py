@@ -72,15 +72,17 @@ SHOWN_SECONDS = 5.0
 
 
 class RanksDifferError(RankError):
-    """Error of ranks that were not started alike. Each prints it, as each may have a terminal of its own."""
+    """Error of ranks that were not started alike. Every rank prints it, as each may have its own terminal."""
 
 
 def check_ranks_agree(inputs: Mapping[str, Any], files: Mapping[str, str | Path | None]) -> None:
-    """Refuse ranks that differ in script, inputs, versions, sources, environment or files; a collective.
+    """Refuse ranks that differ in script, inputs, versions, sources, environment or files; a collective. A single rank
+    is not checked.
 
     Args:
         inputs: arguments of the job that must be equal, by name; plain values, which may be nested.
-        files: files and directories that the ranks read, by name; a value may be None, or a path without a file.
+        files: files and directories that the ranks read, by name. None is skipped, and so are paths that a name on the
+            Hugging Face Hub was replaced by. A path may be missing, if it is missing on all ranks.
 
     Raises:
         RankError: on every rank: ranks differ; the message has the first differences, the values and their ranks.
@@ -143,8 +145,8 @@ def _read(work: Sequence[tuple[str, Path, int, int]]) -> dict[tuple[str, str, in
 
 
 def files_of(recipe: Recipe) -> dict[str, str | Path | None]:
-    """Map the recipe's keys of files and directories that ranks read to paths, except data files: their samples are
-    compared (:func:`check_same_samples`)."""
+    """Map keys of the recipe to the paths of files and directories that ranks read, None if there is none. Data files
+    are not included: their samples are compared (:func:`check_same_samples`)."""
     quant, loss = recipe.quant, recipe.loss
     return {
         "model.path": recipe.model.path,
@@ -158,23 +160,23 @@ def files_of(recipe: Recipe) -> dict[str, str | Path | None]:
 
 
 def check_same_samples(*samples: Sequence[Sample]) -> None:
-    """Refuse ranks whose samples differ, as ranks draw samples by index; a collective. Raises RankError on every rank
-    if samples differ; the message has their numbers and digests."""
+    """Refuse ranks whose samples differ, as ranks draw samples by index; a collective. ``samples``: those for training,
+    those held out, ... Raises RankError on every rank if samples differ; the message has their numbers and digests."""
     if world_size() > 1:
         texts = [f"{len(part):,} samples, digest {samples_of(part).key}" for part in samples if part]
         _compare({"data (tokens and labels)": "; ".join(texts)})
 
 
 def check_shared(directory: Path) -> None:
-    """Refuse the output directory if a rank does not see a file that rank 0 wrote there within ``PATIENCE_SECONDS``.
-
-    A collective.
+    """Refuse an output directory that ranks do not share: rank 0 writes a file there, which every rank must see within
+    ``PATIENCE_SECONDS``. A collective.
 
     Args:
-        directory: output directory of all ranks; exists on rank 0.
+        directory: output directory, the same path on all ranks; exists on rank 0.
 
     Raises:
-        RankError: on every rank: the directory is not shared, or cannot be written; with the ranks or the reason.
+        RankError: on every rank: the directory is not shared (the message has the ranks that do not see the file), or
+            cannot be written.
     """
     probe: str | None = None
     with errors_on_all_ranks(OSError):
@@ -288,7 +290,8 @@ def tell_other_ranks(error: str, *, shown: bool = False) -> bool:
 
     Every process group starts with an exchange of such errors (:func:`engine.session.context.init_ranks`), so this rank
     joins the group to send its own. If it waits for other ranks longer than ``SHOWN_SECONDS``, it prints the error
-    first, unless it was ``shown``. With a single rank, or if a process group exists already, only False is returned.
+    first, unless it was ``shown``. With a single rank, or if a process group exists already,
+    nothing is sent, and False is returned.
 
     Returns:
         True if the caller should print the error: it was not printed yet, and this is the lowest rank that has it (or
