@@ -33,9 +33,10 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def check_model_path(argv: Sequence[str] | None = None) -> None:
-    """Exit with code 2 if the last ``model.path`` is a local path, but no directory with config.json and weights. The
-    message names missing files of the recipe's data, too. With --help, --print_config or several ranks nothing is
-    checked here: the recipe's own check reports a file that one rank lacks to all ranks."""
+    """Exit with code 2 if ``model.path`` is a local path, but no directory with config.json and weights. ``argv``
+    (default: the command line) may set it several times, as an option or in a recipe: the last one counts. The message
+    names missing files of the recipe's data, too. With --help, --print_config or several ranks nothing is checked here:
+    the recipe's own check reports a file that one rank lacks to all ranks."""
     arguments = sys.argv[1:] if argv is None else argv
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return

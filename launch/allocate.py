@@ -100,8 +100,9 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> set[str]:
-    """Refuse schemes that conflict with each other or with the budget, by shapes only; a collective. Return the layers
-    with a scheme of their own (quant.rules, ...), which is the same under each quant.scheme. Raises RankError."""
+    """Refuse recipes (by scheme name) whose schemes are for different layers, quantize no weights, or exceed the
+    budget; only shapes are read; a collective. Return the names of the layers whose scheme does not depend on
+    quant.scheme (that of a rule, ...). Raises RankError on every rank."""
     students = {name: meta_student(recipe) for name, recipe in recipes.items()}
     given = [
         {(layer, module.scheme.name) for layer, module in student.quantization.layers.items()}
@@ -125,12 +126,13 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> set[str]
 
 
 def own_rules(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return the rules of a recipe as plain values; their layers are no parts."""
+    """Return ``quant.rules`` of a recipe as plain values. Layers that these rules match are no parts."""
     return [{key: value for key, value in asdict(rule).items() if value is not None} for rule in recipe.quant.rules]
 
 
 def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
-    """Measure the KL divergence of the logits when all layers are quantized; a collective."""
+    """Measure the mean KL divergence per token, in nats, between the logits with all layers quantized and with none, on
+    the first ``batches`` micro-batches of each rank; a collective."""
     layers = [*session.quantization.layers]
     return divergences(session.engine, session.quantization, [layers], loader.first(batches), session.device)[0]
 
@@ -138,8 +140,9 @@ def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
 def measured(
     recipe: Recipe, context: RunContext, scheme: str, own: Collection[str], batches: int
 ) -> tuple[list[LayerSet], float]:
-    """Measure the parts' costs under a scheme, and the cost of all layers together; a collective. Layers in ``own`` are
-    no parts."""
+    """Measure the costs (:func:`cost_of_all`) of each part alone under ``scheme``, the recipe's quant.scheme, and of
+    all layers together; a collective. Return the parts with their costs, and the cost of all. Layers in ``own`` are no
+    parts."""
     session, loader = calibrated(recipe, context, check_models(recipe, context, losses=False))
     quantization = session.quantization
     parts = layer_sets(session.model, quantization, scheme, own, TORCH_DTYPES[recipe.model.dtype])
@@ -149,14 +152,16 @@ def measured(
 
 
 def joined(parts: Sequence[LayerSet], more: Sequence[LayerSet]) -> list[LayerSet]:
-    """Merge the options (schemes with costs) of equal parts."""
+    """Merge the options (schemes with sizes and costs) of ``parts`` and ``more``, which are the same parts in the same
+    order; return ``more`` if ``parts`` is empty."""
     if not parts:
         return [*more]
     return [replace(one, options={**one.options, **other.options}) for one, other in zip(parts, more, strict=True)]
 
 
 def allocation_table(parts: Sequence[LayerSet], schemes: Sequence[str], costs: Mapping[str, float]) -> str:
-    """Format measurements and choice as Markdown."""
+    """Format measurements and choice as Markdown. ``schemes``: the scheme chosen for each part; ``costs``: KL
+    divergence with all layers quantized, by scheme and for the mixed recipe (``MIX``)."""
     names = [name for name in costs if name != MIX]
     lines = ["| part | weights | " + " | ".join(names) + " | chosen |", "| --- " * (len(names) + 3) + "|"]
     for part, chosen in zip(parts, schemes, strict=True):

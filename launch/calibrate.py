@@ -39,7 +39,7 @@ def main() -> None:
 
 def calibrate(recipe: Recipe) -> None:
     """Measure the scales that the recipe's scheme needs, and write the PTQ checkpoint; a collective. Raises RecipeError
-    or RankError."""
+    for a problem that is found before the process group starts, RankError on every rank for any later one."""
     check_export(recipe)
     context = start_ranks(recipe)
     models = check_models(recipe, context, losses=False)

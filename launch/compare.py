@@ -30,7 +30,7 @@ from tools.evaluation.results import Comparison, Evaluation, comparison_tables, 
 
 
 def main() -> None:
-    """Evaluate checkpoints without results; print and write the comparison."""
+    """Evaluate the checkpoints that have no results yet; print and write the comparison."""
     parser = option_parser(__doc__, ranks=True)
     parser.add_argument("--bf16", type=CheckpointName, required=True, metavar="DIR", help="the unquantized checkpoint")
     parser.add_argument("--ptq", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")
@@ -96,7 +96,8 @@ def main() -> None:
 
 
 def recorded(files: Sequence[Path]) -> set[str]:
-    """Return the names of the checkpoints in all files that can be read; :func:`read_results` reports the others."""
+    """Return the names of all checkpoints with results in ``files``. Files that cannot be read are skipped:
+    :func:`read_results` reports them."""
     found: set[str] = set()
     for file in files:
         with suppress(OSError, ValueError):
@@ -105,8 +106,8 @@ def recorded(files: Sequence[Path]) -> set[str]:
 
 
 def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:
-    """Read the evaluations in all files, by the directory of the evaluated checkpoint. Raises ValueError if a file is
-    missing or of another kind, or two results of one directory differ."""
+    """Read the evaluations in all files, by the directory of the evaluated checkpoint. Raises OSError if a
+    file cannot be read, ValueError if it is no results file, or two results of one directory differ."""
     found: dict[str, Evaluation] = {}
     for file in files:
         for evaluation in read_evaluations(file):
@@ -119,8 +120,8 @@ def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:
 
 
 def check_missing(directories: Sequence[str], *, asked: bool) -> None:
-    """Raise ValueError, naming the directories, if some have no results and cannot be evaluated: they do not exist, or
-    nothing to measure was ``asked`` for."""
+    """Raise ValueError if ``directories``, which have no results, cannot be evaluated: no checkpoint is there, or
+    neither a text nor tasks were ``asked`` for. The message names the directories."""
     if not directories:
         return
     if not asked:

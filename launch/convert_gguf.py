@@ -3,8 +3,8 @@
     python launch/convert_gguf.py --gguf qwen3-4b-q4_0.gguf --out models/qwen3_4b
     deepspeed --num_gpus 8 launch/train.py --config my.yaml --model.path models/qwen3_4b
 
-Weights are dequantized once; configuration, tokenizer and chat template come from the file. See docs/gguf.md. Needs no
-GPU, the memory of a slice of a tensor, and the package gguf: pip install -e '.[gguf]'.
+Weights are dequantized once; configuration, tokenizer and chat template come from the file. See docs/gguf.md. Runs
+without a GPU, in the memory of a slice of a tensor. Needs the package gguf: pip install -e '.[gguf]'.
 """
 
 import sys

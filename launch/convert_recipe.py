@@ -69,21 +69,23 @@ class ForeignRecipe:
         self.keys = dict(_flat(contents))
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return a value and mark it as taken; ``default`` if it is absent or null."""
+        """Return the value of ``key``, or ``default`` if it is absent or null, and mark the key as taken."""
         value = self.keys.pop(key, None)
         return default if value is None else value
 
     def has(self, key: str) -> bool:
-        """Return True if the file sets a key that was not taken yet."""
+        """Tell if the file sets ``key`` to a value other than null, and it was not taken yet."""
         return self.keys.get(key) is not None
 
     def take_below(self, prefix: str) -> dict[str, Any]:
-        """Return the values below a key, and mark them as taken."""
+        """Return the values of all keys that begin with ``prefix`` and a dot, by the rest of the key; mark them as
+        taken."""
         names = [key for key in self.keys if key.startswith(f"{prefix}.")]
         return {name.removeprefix(f"{prefix}."): self.keys.pop(name) for name in names}
 
     def left(self) -> list[str]:
-        """Return the keys that were not taken, except keys that do not affect the training."""
+        """Return the keys that were not taken, except those with an empty value or without effect on the training
+        (``HOUSEKEEPING``)."""
         empty: tuple[Any, ...] = (None, "", False, [], {})
         return [key for key, value in self.keys.items() if value not in empty and not HOUSEKEEPING.fullmatch(key)]
 
@@ -120,13 +122,14 @@ class Converted:
 
 
 def expect(source: ForeignRecipe, made: Converted, key: str, usual: Any, text: str) -> None:
-    """Take a key of the source, and add the note ``text`` unless its value is ``usual``."""
+    """Take a key of the source, and add the note ``text`` if it is set to another value than ``usual``."""
     if (found := source.take(key, usual)) != usual:
         made.say(key, f"{found}: {text}")
 
 
 def tensor(given: dict[str, Any], *, inputs: bool) -> TensorSpec:
-    """Convert AngelSlim's description of a quantized tensor. Raises ValueError for a format that is not supported."""
+    """Convert AngelSlim's description of a quantized tensor: of a layer's inputs, or of its weights if ``inputs`` is
+    False. Raises ValueError for a number format or granularity that is not supported."""
     qtype = str(given.get("qtype", "")).lower()
     granularity = given.get("granularity", "per-tensor")
     dynamic = bool(given.get("dynamic")) or (inputs and granularity == "per-token")
@@ -146,7 +149,8 @@ def tensor(given: dict[str, Any], *, inputs: bool) -> TensorSpec:
 
 
 def put_scheme(made: Converted, weights: TensorSpec, activations: TensorSpec | None, key: str) -> None:
-    """Set quant.scheme: a preset with these number formats, or a new scheme under quant.schemes."""
+    """Set quant.scheme: a preset with these number formats, or a new scheme under quant.schemes. If no scheme can have
+    them, add a note to ``key`` of the source instead, and set a name that training refuses."""
     try:
         wanted = Scheme("converted", weights, activations)
     except ValueError as error:
@@ -535,7 +539,8 @@ def _torchtune_quantizer(source: ForeignRecipe, made: Converted) -> None:
 
 
 def converted_recipe(contents: dict[str, Any]) -> Converted:
-    """Convert the contents of a configuration file. Raises ValueError if neither tool trains by such a file."""
+    """Convert the contents of a configuration file. Raises ValueError if it is of neither tool, or of
+    AngelSlim but not for QAT or QAD."""
     source = ForeignRecipe(contents)
     tools: list[tuple[str, Callable[[ForeignRecipe], Converted]]] = [
         ("compression", from_angelslim),

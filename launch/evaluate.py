@@ -35,7 +35,7 @@ from tools.evaluation.results import Evaluation, check_writable, write_evaluatio
 
 
 def main() -> None:
-    """Evaluate every model and print table rows per model and task."""
+    """Evaluate every model; print its table rows, and write the results to the file of ``--json``, if given."""
     parser = option_parser(__doc__, ranks=True)
     parser.add_argument(
         "--model",
@@ -112,7 +112,7 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def check_questions(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Exit with a message if an option of :func:`add_questions` has no effect."""
+    """Exit with a message if an option of :func:`add_questions` has no effect, as ``--limit`` without ``--tasks``."""
     for name, needed in (("tokens", "text"), ("task_dir", "tasks"), ("limit", "tasks"), ("num_fewshot", "tasks")):
         if getattr(arguments, name) is not None and getattr(arguments, needed) is None:
             parser.error(f"--{name} has no effect without --{needed}")
@@ -159,7 +159,8 @@ def write_results(path: Path, found: Sequence[Evaluation]) -> None:
 
 
 def lines(evaluation: Evaluation, text: bool, *, first: bool) -> list[str]:
-    """Format the table rows of one model: perplexities if a text was evaluated, and one row per metric of a task."""
+    """Format the table rows of one model: perplexities if a text was evaluated (below the header, if this is the first
+    model), and one row per other metric."""
     rows = []
     figures = dict(evaluation.measurements)
     if text:

@@ -41,7 +41,8 @@ def recipe_or_exit(argv: Sequence[str] | None = None, *, check_files: bool = Tru
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """Context of a script's work: exit code 2 for a bad recipe, 1 for a RankError or a disk; closes the process group.
+    """Context of a script's work: exit code 2 for a bad recipe, 1 for a RankError or an error of a disk. Closes the
+    process group.
 
     Any other exception is raised on one rank only, while the other ranks wait in a collective. So this rank's process
     ends at once, with the traceback. The launcher then ends the other ranks, which print one line each. An ordinary

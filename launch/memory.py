@@ -74,8 +74,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def predict_all(
     planner: Planner, names: list[str], ranks: int, gpu_bytes: int | None
 ) -> tuple[list[Prediction], dict[str, str]]:
-    """Predict every strategy that this recipe supports; return also, for each other strategy, the reason why it is not
-    supported. Raises DsConfigError if the recipe supports no strategy."""
+    """Predict the strategies in ``names`` that the recipe supports; return also, for each of the others, the reason why
+    it is not supported. ``gpu_bytes``: memory of a GPU, to predict also the largest micro-batch that fits; None if not
+    known. Raises DsConfigError if the recipe supports none of them."""
     predictions: list[Prediction] = []
     refused: dict[str, str] = {}
     for name in progress_bar(desc="memory", unit="strategy", over=names):

@@ -99,7 +99,8 @@ def gpus() -> int:
 
 @functools.cache
 def training_dtype() -> torch.dtype:
-    """Return bfloat16; float32 on a CPU without bfloat16 instructions, where its GEMM is up to 50 times slower."""
+    """Return bfloat16, or float32 on a CPU that takes more than 4 times as long for a GEMM in bfloat16 (up to 50 times
+    without instructions for it)."""
     if gpus():
         return torch.bfloat16
     seconds = {}
@@ -212,7 +213,7 @@ def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, sc
 
 
 def port_options() -> list[str]:
-    """Return launcher options for another port; empty unless the default port is in use on this machine."""
+    """Return launcher options for a free port if the launcher's default port is in use on this machine, else none."""
     with socket.socket() as default, socket.socket() as free:
         default.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -234,7 +235,8 @@ def run_logged(shown: Sequence[str], log: Path, *, report: bool = False) -> None
 
 
 def print_table(out: Path, began: float) -> None:
-    """Print perplexity and size of every checkpoint, and the share of PTQ's loss that QAT recovered."""
+    """Print perplexity and size of every checkpoint, the share of PTQ's loss that QAT recovered, and the time since
+    ``began`` (of ``time.perf_counter``)."""
     # Not at the top: this imports DeepSpeed, which probes for a GPU (see main).
     from model.console import progress_bar
     from tools.evaluation.perplexity import Questions, evaluate_checkpoint

@@ -4,8 +4,8 @@
     deepspeed --num_gpus 8 launch/train.py --config my.yaml --quant.scheme 8da4w --model.path rotated/qwen3_8b
 
 Hadamard matrices with random signs rotate the residual stream and the values of each head. The layers' weights are
-multiplied by these matrices, and by the norms' weights before. The result is an ordinary checkpoint for every reader,
-at no extra cost when the model runs. See docs/rotations.md. Needs no GPU, and the memory of one tensor.
+multiplied by the norms' weights, and then by these matrices. The result is an ordinary checkpoint for every reader,
+at no extra cost when the model runs. See docs/rotations.md. Runs without a GPU, in the memory of one tensor.
 """
 
 import sys

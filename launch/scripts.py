@@ -20,7 +20,7 @@ from engine.config.hub import HubError, local_paths
 
 def option_parser(doc: str | None, *, ranks: bool = False) -> argparse.ArgumentParser:
     """Return a parser whose help begins with a script's docstring; options cannot be abbreviated. With ``ranks`` it
-    accepts the option that the deepspeed launcher appends."""
+    accepts and ignores ``--local_rank``, which the deepspeed launcher appends."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -114,8 +114,8 @@ class NamedDirectories(argparse.Action):
 
 
 def find_launcher() -> str:
-    """Find ``deepspeed`` in the interpreter's folder, whose environment need not be active, or in PATH. Raises
-    FileNotFoundError if the launcher is in neither."""
+    """Return the path of the launcher ``deepspeed``: from the interpreter's folder (so its environment need not be
+    active), else from PATH. Raises FileNotFoundError if the launcher is in neither."""
     folder = Path(sys.executable).parent
     found = shutil.which("deepspeed", path=os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)]))
     if found is None:
@@ -137,8 +137,9 @@ def program(name: str) -> str:
 
 
 def run_command(shown: Sequence[str], stdout: IO[str] | None = None, stderr: IO[str] | None = None) -> int:
-    """Print a command, run it with this project's scripts, and return its exit code. Raises FileNotFoundError if the
-    program does not exist."""
+    """Print a command, run it and return its exit code. A word ``launch/NAME.py`` stands for this project's script.
+    ``stdout``, ``stderr``: files for its output, by default the terminal. Raises FileNotFoundError if the program does
+    not exist."""
     print(f"$ {shlex.join(shown)}", flush=True)
     command = [str(ROOT / word) if re.fullmatch(r"launch/\w+\.py", word) else word for word in shown[1:]]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -80,7 +80,8 @@ def only_line(splits: dict[Split, Samples], place: str) -> dict[Split, Samples]:
 
 
 def json_lines(splits: dict[Split, Samples], decoder: Detokenizer, rows: int | None) -> Iterator[str]:
-    """Yield a line of JSON per sample, and then count cut characters on stderr."""
+    """Yield a line of JSON for each of the first ``rows`` samples of each file (all if None). Then print on stderr how
+    many of them have a character that is cut in two, if any."""
     cut = 0
     with progress_bar(sum(map(len, splits.values())), "show", "sample") as bar:
         for split, samples in splits.items():

@@ -135,8 +135,8 @@ def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
 
 def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str, str]) -> dict[str, str]:
     """Map names for the table to the exports of all PTQs: those of ``scripts``, and those made elsewhere
-    (``elsewhere``). A single PTQ has the scheme's name. Raises RecipeError if a PTQ of ``elsewhere`` is missing, or has
-    the name of a PTQ that is made here."""
+    (``elsewhere``). A single PTQ has the scheme's name; of several, each has the scheme's name and its own. Raises
+    RecipeError if a PTQ of ``elsewhere`` is missing, or has the name of a PTQ that is made here."""
     out, scheme = Path(recipe.output_dir), recipe.quant.scheme
     made = {
         part.removeprefix(f"{PTQ}_") if part != PTQ else recipe.quant.init: str(out / part / "export")
@@ -219,12 +219,13 @@ def shares(part: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def reference(recipe: Recipe) -> Path:
-    """Return the model that PTQ quantizes, and with which PTQ and QAT are compared."""
+    """Return the path of the model that PTQ quantizes, and with which PTQ and QAT are compared."""
     return Path(recipe.model.path) if teaches_itself(recipe) else Path(recipe.output_dir) / FT / "export"
 
 
 def changes_of(part: str, recipe: Recipe) -> list[str]:
-    """Return the options by which a part's recipe differs from ``recipe``."""
+    """Return the command-line options by which the recipe of ``part`` (``ft``, ``ptq_gptq``, ...) differs from
+    ``recipe``."""
     out = Path(recipe.output_dir)
     words = ["--output_dir", str(out / part)]
     if part.startswith(PTQ):
@@ -237,7 +238,8 @@ def changes_of(part: str, recipe: Recipe) -> list[str]:
 
 
 def changes_without_fake_quant(recipe: Recipe) -> list[str]:
-    """Return options that disable fake quant, and reset all options that then have no effect or move weights."""
+    """Return command-line options that disable fake quant, reset quant.init (GPTQ would change weights), and reset
+    all options that have no effect without fake quant."""
     plain = copy.deepcopy(recipe)
     events = [
         replace(event, fake_quant=None, layers=None, observe=None, freeze_scales=None) for event in plain.schedule
@@ -257,7 +259,8 @@ def changes_without_fake_quant(recipe: Recipe) -> list[str]:
 
 
 def check_part(folder: Path, recipe: Recipe) -> None:
-    """Raise RecipeError if another recipe or script made the folder, or if its export could not be written."""
+    """Raise RecipeError if another recipe or script made the part's folder, or if an export could not be written
+    there."""
     made_by = folder / MADE_BY
     if made_by.is_file():
         if named(asdict(load_recipe(made_by))) != named(asdict(recipe)):

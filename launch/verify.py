@@ -47,7 +47,8 @@ has traveled for 3 hours, so 3 * 60 = 180 miles. def mean(values): return sum(va
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the comparison; return 0 if nothing is wrong."""
+    """Print the comparison; return the exit code: 0 if nothing is wrong, else 1. ``argv`` defaults to the command
+    line."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
