@@ -83,7 +83,8 @@ def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str
     if len(unseen) == len(absmax):
         problems.append(
             "observers have seen no inputs: let them watch (observe: true) in the steps before fake quant starts, and "
-            "in the last steps of a run that ends without it"
+            "in the last steps of a run that ends without it; a calibration needs batches with inputs other than 0 for "
+            f"{', '.join(unseen[:3])}"
         )
     elif unseen:
         layers = [owner for owner in unseen if owner in quantization.layers]
