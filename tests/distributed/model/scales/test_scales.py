@@ -63,7 +63,7 @@ WRONG_WORDS = {name: words for name, (_, words) in WRONG.items()} | {
     "none": ("none", "weight_scale"),
     "other range": (f"{K}.weight_scale: scales are", "the squared error would be", "Probably they are"),
     "other codes": (f"{V}.weight_scale: the codes beside it are of other weights",),
-    "other shape": (f"{OUT}.weight is F8_E4M3", "of another scheme"),
+    "other shape": (f"{OUT}.weight is F8_E4M3", "expected torch.float8_e4m3fn", "mixes two schemes"),
     "missing inputs": (OUT, "quant.initial_input_scale", "quant.calibration_batches"),
     "missing caches": (f"{ATTENTION}.v_cache",),
 }
