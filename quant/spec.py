@@ -338,6 +338,9 @@ PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.i
 def get_scheme(name: str) -> Scheme:
     """Return the scheme called ``name``. Raises ValueError if there is none, also for a preset with a KV cache format
     (``fp8_static_kv``); the message lists the known names."""
-    if name not in SCHEMES:
-        raise ValueError(f"unknown quantization scheme of linear layers {name!r}; known: {', '.join(SCHEMES)}")
-    return SCHEMES[name]
+    if name in SCHEMES:
+        return SCHEMES[name]
+    known = f"known: {', '.join(SCHEMES)}"
+    if name in PRESETS:
+        raise ValueError(f"{name!r} quantizes keys and values too, expected a scheme of linear layers; {known}")
+    raise ValueError(f"unknown quantization scheme of linear layers {name!r}; {known}")
