@@ -130,7 +130,8 @@ class Ends:
         return [token for token in self._pattern.findall(text) if token not in self._stops]
 
     def leading(self, text: str) -> list[str]:
-        """Return the tokens of :meth:`texts_in` that are before the first word of ``text``."""
+        """Return the special tokens at the start of ``text``, before its first word, without those at which generation
+        stops."""
         match = re.search(r"\S", self._pattern.sub(lambda token: " " * len(token[0]), text))
         return self.texts_in(text[: match.start()] if match else text)
 

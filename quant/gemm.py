@@ -230,7 +230,7 @@ def _skips_empty_experts(gradient: Tensor) -> bool:
 
 def zero_where_empty_(gradient: Tensor, offsets: Tensor) -> Tensor:
     """Zero the part of ``gradient [E, out, in]`` that belongs to experts without rows, in place and without a device
-    sync, and return ``gradient``."""
+    sync, and return ``gradient``. ``offsets [E]`` has the end of each expert's rows, as for a grouped GEMM."""
     empty = offsets == F.pad(offsets[:-1], (1, 0))
     return gradient.masked_fill_(empty[:, None, None], 0)
 

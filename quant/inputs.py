@@ -128,7 +128,7 @@ class Restored:
         return entry[1]
 
     def drop(self) -> None:
-        """Free the cached values."""
+        """Free the cached quantized input."""
         self._entry, self._uses = None, 0
 
 

@@ -116,8 +116,9 @@ class CheckedFiles(CheckpointEngine):
         self.failure = self.failure or f"{name}: {error.strerror or error}"
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read an object for DeepSpeed without running code in the file (:func:`read_object`); add the left-out
-        parameters. Raises ValueError if the file cannot be read, or holds other objects than DeepSpeed saves."""
+        """Read a saved state for DeepSpeed without running code in the file (:func:`read_object`), and put back the
+        parameters that were left out of it when it was saved (:attr:`left_out`). ``map_location`` is that of
+        ``torch.load``. Raises ValueError if the file cannot be read, or holds other objects than DeepSpeed saves."""
         state = read_object(Path(path), map_location=map_location)
         self.left_out.put_in(state)
         return state

@@ -366,7 +366,7 @@ class _Gradients:
         return cls(flat, of_weight, of_bias, hidden.shape, weight.dtype)
 
     def add(self, rows: Tensor, logits: Tensor, weight: Tensor, positions: Tensor) -> None:
-        """Add the gradients of one chunk.
+        """Add the gradients of one chunk to the sums in :attr:`hidden`, :attr:`weight` and :attr:`bias`.
 
         Args:
             rows: [C, H], input of lm_head.

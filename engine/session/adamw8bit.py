@@ -61,8 +61,8 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 
 def encode(moment: Tensor, random: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Round a moment [blocks, MOMENT_BLOCK], which is overwritten, to codes (uint8, same shape) and scales (fp32
-    [blocks, 1]).
+    """Round a moment [blocks, MOMENT_BLOCK], which is overwritten, stochastically to codes (uint8, same shape) and
+    scales (fp32 [blocks, 1]).
 
     Args:
         moment: fp32, finite.

@@ -180,7 +180,8 @@ class PackedTensor:
         return self._on_disk.key
 
     def bytes_of(self, count: int) -> int:
-        """Estimate the number of bytes to read for ``count`` elements of the Parameter, taken as two bytes each."""
+        """Estimate the bytes that are read from the file for ``count`` elements of the packed Parameter, each of which
+        holds two bytes of packed codes (as in bf16)."""
         return self._on_disk.bytes_of(count * 2 * self.coded.shape[1] // self.held.row_bytes)
 
     @property

@@ -184,8 +184,8 @@ def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None
 def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
     """List the layers whose attribute ``weight`` the code of ``model``'s class reads, although a packed layer has none.
 
-    If a forward fails for a missing weight, the error does not say of which layer: then all packed Linears
-    are returned.
+    Tries the class's initialization and a forward on the meta device, with packed layers. If the forward fails for a
+    missing weight, its error does not say of which layer: then all packed Linears are returned.
 
     Args:
         model: any model of the class, partitioned or not; only its config is read.

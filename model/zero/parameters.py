@@ -112,7 +112,8 @@ def local_gradient(parameter: Parameter) -> Tensor | None:
 
 
 def set_local_gradient(parameter: Parameter, gradient: Tensor) -> None:
-    """Replace the gradient of the elements of :func:`local_range`, on stage 3; the padding's gradient becomes 0."""
+    """Replace the gradient of the elements of :func:`local_range`, on stage 3, by the flat ``gradient`` of as many
+    elements; the padding's gradient becomes 0."""
     whole = zeros_of_partition(parameter)
     whole[: gradient.numel()] = gradient
     safe_set_local_grad(parameter, whole)

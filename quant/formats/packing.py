@@ -95,7 +95,8 @@ def unpack_zero_points(packed: torch.Tensor, bits: int, rows: int) -> torch.Tens
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Pack uint8 codes [out, in] of four bits into uint8 [out, in / 2]; ``in`` is even."""
+    """Pack uint8 codes [out, in] of four bits into uint8 [out, in / 2], the even columns in the low nibbles; ``in``
+    is even."""
     pairs = codes.contiguous().view(torch.int16)  # the first code of a pair in the low byte
     return (pairs | (pairs >> 4)).to(torch.uint8)
 

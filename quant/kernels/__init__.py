@@ -55,8 +55,9 @@ def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Te
 
     Args:
         x: any shape and stride; fp32, bf16 or fp16.
-        quantizer: format and scale. Except for scales per block, whose ``x`` is the weight, ``n`` scales divide ``x``
-            into ``n`` equal consecutive segments. The scale's tensors must be contiguous.
+        quantizer: format and scale. ``n`` scales divide the elements of ``x``, in row-major order, into ``n`` equal
+            consecutive segments; with scales per block ``x`` is a whole weight ``[out, in]`` and each block has one.
+            The scale's tensors must be contiguous.
         mask: compute the mask.
 
     Returns:
@@ -249,7 +250,8 @@ def restore_tokens(
     codes: Tensor, scales: Tensor, spec: TensorSpec, dtype: torch.dtype, above: Tensor | None, *, after: Tensor | None
 ) -> Tensor:
     """Dequantize the codes of :func:`keep_tokens` to the values that it returned, bit for bit; ``dtype`` is theirs, and
-    ``above`` the global scale, or None."""
+    ``above`` the global scale, or None. ``after`` as for :func:`effective_scale`: the gradient in backward, else
+    None."""
     if spec.dtype == "fp4_e2m1":
         codes = unpack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
     scale = scales.float() if above is None else scales.float() / above
