@@ -342,5 +342,5 @@ def get_scheme(name: str) -> Scheme:
         return SCHEMES[name]
     known = f"known: {', '.join(SCHEMES)}"
     if name in PRESETS:
-        raise ValueError(f"{name!r} quantizes keys and values too, expected a scheme of linear layers; {known}")
+        raise ValueError(f"{name!r} quantizes keys and values, expected a scheme of linear layers; {known}")
     raise ValueError(f"unknown quantization scheme of linear layers {name!r}; {known}")

@@ -64,7 +64,7 @@ def test_codes_and_scales_are_those_of_the_loaded_weights(tmp_path, monkeypatch,
     # 8 bits above a zero point do not come back from bf16.
     dtype = FP32 if name == "w8a16_asym" else random.choice([BF16, FP32])
     experts = random.choice(["stacked", "per_expert"])
-    monkeypatch.setattr(coded, "_CHUNK", random.choice([2**9, 2**13, 2**20]))
+    monkeypatch.setattr(coded, "_CHUNK", random.choice([2**11, 2**13, 2**20]))
     signed = spec.dtype == "int" and spec.symmetric and not spec.narrow and random.random() < 0.5
     ranges = Ranges(random.choice(["auto", "absmax", "mse"]), signed=signed)
     print(kind, experts, dtype, ranges, coded._CHUNK)
@@ -72,7 +72,7 @@ def test_codes_and_scales_are_those_of_the_loaded_weights(tmp_path, monkeypatch,
 
 
 def test_last_blocks_that_are_not_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(coded, "_CHUNK", random.choice([2**9, 2**13, 2**20]))
+    monkeypatch.setattr(coded, "_CHUNK", random.choice([2**11, 2**13, 2**20]))
     source = plain_deepseek(tmp_path / "source", random.randrange(2**31))
     assert_both_ways_give_the_same(source, "fp8_block", random.choice([BF16, FP32]))
 

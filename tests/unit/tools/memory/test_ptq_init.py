@@ -42,8 +42,8 @@ def recipe_of(directory: Path, quant: QuantRecipe, rows: int = ROWS, **train: An
     ("kind", "codes", "scheme"),
     [
         ("dense", "gptq", "w2a16_g32"),
-        ("moe", "gptq", "w2a16_g32"),
-        ("dense", "blockwise", "w2a16_g32"),
+        pytest.param("moe", "gptq", "w2a16_g32", marks=pytest.mark.full),
+        pytest.param("dense", "blockwise", "w2a16_g32", marks=pytest.mark.full),
         ("moe", "blockwise", "nvfp4"),
     ],
 )
