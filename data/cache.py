@@ -363,8 +363,8 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
     texts = [str(text) for text in (given.values() if isinstance(given, dict) else [given])]
     if any("strftime_now" in _ASKS_FOR_CLOCK.sub("", _CLOCK.sub("", text)) for text in texts):
         raise DataError(
-            f"data.cache: the chat template of {tokenizer.name_or_path!r} writes the time in a form that it computes, "
-            "so that its tokens cannot be kept; expected no data.cache"
+            f"data.cache: the chat template of {tokenizer.name_or_path!r} writes the time in a format that it "
+            "computes, so that its tokens cannot be kept: remove data.cache"
         )
     yield [given, [_now(form) for text in texts for _, form in _CLOCK.findall(text)]]
     yield [_digest_of_files([*folder.glob(name)]) for name in ("generation_config.json", "config.json")]

@@ -382,14 +382,14 @@ class _Builder:
         conversation = conversation_of(line, self.fields, self.template.reads, prompt=self.prompts)
         if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
             raise BadLineError(
-                f"found the special token {token!r} spelled out, expected none: remove it, or allow it with "
-                "data.special_tokens keep or text"
+                f"found the special token {token!r} spelled out, expected none: remove it, or set data.special_tokens "
+                "to keep or text"
             )
         rendering = self._located(conversation)
         if self.special_tokens == "text" and rendering.unplaced:
             raise BadLineError(
-                "found a special token spelled out, and a chat template that writes the conversation otherwise without "
-                "it, expected data.special_tokens keep or refuse"
+                "found a special token spelled out, which cannot be made plain text, as the chat template writes the "
+                "conversation otherwise without it: remove it, or set data.special_tokens to keep"
             )
         self._count(conversation, rendering)
         return rendering

@@ -149,8 +149,8 @@ def data_problem(path: str | PathLike[str], *, plain: bool) -> str | None:
 def _content_problem(path: Path, head: bytes, plain: bool) -> str | None:
     if plain and re.search(r"\.jsonl?\b", path.name) and re.match(rb"(\xef\xbb\xbf)?\s*[{\[]", head):
         return (
-            "has rows of JSON, expected plain text: data.kind chat reads rows; with another name the JSON itself is "
-            "learned"
+            "has rows of JSON, expected plain text: data.kind chat reads rows; to learn the JSON itself, give the file "
+            "another ending"
         )
     return _kind_problem(head, plain) or (None if plain else _json_problem(head))
 

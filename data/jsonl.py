@@ -273,8 +273,8 @@ def _refuse_masks(row: Mapping[str, Any]) -> None:
         masks = one_each or value is False or (_is_switch(value) and _PART.search(words))
         if key not in FLAGS and masks and _LIKE_FLAG.search(words):
             raise BadLineError(
-                f"{key}: found {excerpt(value)}, expected no key that says what of a row is learned but in its turns "
-                "(weight: 0 or 1) or data.loss_on: move it there, or rename it if it means something else"
+                f"{key}: found {excerpt(value)}, expected no key of a row that says which parts are learned: give the "
+                "turns a weight (0 or 1) or set data.loss_on, or rename the key if it means something else"
             )
 
 

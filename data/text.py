@@ -137,7 +137,7 @@ def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts
         if token := special.first_in(piece):
             raise DataError(
                 f"{path}:{line + piece.count(chr(10), 0, token.start())}: found the special token {token[0]!r} "
-                "spelled out, expected none: remove it, or allow it with data.special_tokens keep or text"
+                "spelled out, expected none: remove it, or set data.special_tokens to keep or text"
             )
         line += piece.count("\n")
 
@@ -182,8 +182,8 @@ def split_text(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[
             start = cut
         if len(held) - start > LONGEST:
             raise TogetherError(
-                f"found {len(held) - start:,} characters that can only be tokenized together, with this tokenizer or "
-                f"without words in them, expected at most {LONGEST:,}: split the text into several files"
+                f"found {len(held) - start:,} characters that can only be tokenized together, as they have no words or "
+                f"this tokenizer allows no cut, expected at most {LONGEST:,}: split the text into several files"
             )
     yield held[start:]
 

@@ -123,8 +123,9 @@ class OffsetTokenizer:
         assert self._as_text is not None
         if self._backend.encode(text, add_special_tokens=False).ids != expected:
             raise BadLineError(
-                "found a special token spelled out, and a tokenizer whose tokens between two special tokens depend on "
-                "the text around them, expected data.special_tokens keep or refuse"
+                "found a special token spelled out, which cannot be made plain text, as this tokenizer's tokens "
+                "between two special tokens depend on the text around them: remove it, or set data.special_tokens to "
+                "keep"
             )
         return _tokens(self._as_text.encode(text, add_special_tokens=False), shift)
 

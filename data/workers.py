@@ -99,7 +99,7 @@ class _Worker:
             code = self._process.wait()
             raise WorkerError(
                 f"a process that tokenizes ended with exit code {code}, expected it to finish"
-                + "; -9 is a kill, as of a machine without memory" * (code == -9)
+                + "; -9: it was killed, perhaps because memory ran out" * (code == -9)
             ) from lost
 
     def close(self) -> None:

@@ -169,7 +169,7 @@ class OnPolicyLoader(Loader):
         if root.name != CURRENT or not (root.parent / RUN).exists():
             raise ServerError(
                 f"it was started with {root}, expected the link {CURRENT!r} of the directory to which this run "
-                "publishes: start it with that link, or publish to it"
+                "publishes: start it with that link, or publish to the server"
             )
         probe = self.samples[prompts[0]].input_ids[:PROBE_TOKENS].tolist()
         server.load(newest := root.resolve(), versions_in(root.parent), probe)
@@ -181,7 +181,10 @@ class OnPolicyLoader(Loader):
         serves, run = f"{self._settings.server} serves {version}", version.parent / RUN
         match = re.fullmatch(r"step_(\d{8})(-\d+)?", version.name)
         if not match or not run.exists() or run.read_text("utf-8") != os.path.realpath(self._recipe.output_dir):
-            raise ValueError(f"{serves}, expected a version that this run has published")
+            raise ValueError(
+                f"{serves}, expected a version that this run has published: publish to the server, or start it with "
+                f"the link {CURRENT!r}"
+            )
         age, most = k - int(match[1]), self._settings.max_age
         if age < 0:
             raise ValueError(

@@ -158,7 +158,7 @@ def _serve(url: str, version: Path, prompt: list[int], end: float, reason: str |
     begin = monotonic()
     try:
         if reason is not None:
-            raise ServerError(f"{reason}; start it with each version")
+            raise ServerError(f"{reason}; restart the server for each version")
         VllmServer(url, end).load(version, versions_in(version.parent), prompt)
     except (ServerError, OSError) as error:
         say(f"warning: {url} does not serve {version.name}: {error}; training goes on")

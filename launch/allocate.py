@@ -117,7 +117,7 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> set[str]
         raise_everywhere(
             None
             if not parts or [part.layers for part in parts] == [part.layers for part in found]
-            else f"--schemes: {name} is for other layers than those before it, expected schemes for the same ones"
+            else f"--schemes: {name} quantizes other layers than those before it, expected schemes of the same layers"
         )
         parts = joined(parts, found)
     with errors_on_all_ranks(ValueError):

@@ -69,7 +69,10 @@ def main() -> None:
                 measured = [known[named(one)] for one in directories if named(one) in known]
                 without = [one.model for one in measured if KL not in one.measurements]
                 if without:
-                    say(f"no KL divergence: the results of {listed(without)} have none (evaluate.py --reference)")
+                    say(
+                        f"no KL divergence, as the results of {listed(without)} lack it: launch/evaluate.py "
+                        "--reference measures it"
+                    )
                 else:
                     with errors_on_all_ranks(ValueError):
                         (unquantized,) = local_paths(
@@ -126,7 +129,7 @@ def check_missing(directories: Sequence[str], *, asked: bool) -> None:
         return
     if not asked:
         names = listed(named(directories))
-        raise ValueError(f"no results of {names}: expected --text, --tasks or --results to have them")
+        raise ValueError(f"no results of {names}: give --text or --tasks to measure them, or --results that has them")
     if absent := [name for name in directories if not (Path(name) / "config.json").is_file()]:
         raise ValueError(f"{listed(absent)}: neither a checkpoint directory nor a model in a file of --results")
 

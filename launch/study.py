@@ -164,7 +164,7 @@ def check_comparable(recipe: Recipe) -> None:
             "adapter.kind",
             recipe.adapter.kind,
             not recipe.adapter.on,
-            "none: launch/compare.py takes parts made by hand",
+            "none; with adapters, make the parts by hand and compare them with launch/compare.py",
         ),
         ("train.resume", recipe.train.resume, not recipe.train.resume, "false: a part that was interrupted is resumed"),
         ("export.enabled", export.enabled, export.enabled, "true: exports are compared"),

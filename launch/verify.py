@@ -182,8 +182,8 @@ def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
         )
     if arguments.against is not None and not engine:
         parser.error(
-            f"--against has no effect: --export {arguments.export} is for none of llama.cpp, MLX and ExecuTorch, nor "
-            "is it of another format than compressed for --engine vllm; leave --against out"
+            "--against has no effect: it is for exports for llama.cpp, MLX and ExecuTorch, and with --engine vllm for "
+            f"formats other than compressed; --export {arguments.export} is none of these: leave --against out"
         )
     return engine
 

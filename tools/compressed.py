@@ -87,7 +87,10 @@ def load_compressed(
         schemes = _schemes(model, rules)
         if not schemes and kv_cache is None:
             file = directory / "config.json"
-            raise ValueError(f"{file}: quantization_config has targets for no layer of {type(model).__name__}")
+            raise ValueError(
+                f"{file}: quantization_config quantizes no layer of {type(model).__name__}: correct its targets and "
+                "ignore, or use another checkpoint"
+            )
         quantization = replace_layers(
             model,
             None,
@@ -188,7 +191,10 @@ def _fill(
             with found.problem_of(disk, codes):
                 linear = found.coded[name] = coded_linear(disk, codes, parts, layer.scheme, reader)
                 if linear.shape != layer.weight_shape:
-                    raise ValueError(f"the weight has shape {linear.shape} on disk, expected {layer.weight_shape}")
+                    raise ValueError(
+                        f"the weight has shape {linear.shape} on disk, but {layer.weight_shape} in the model: use "
+                        "another checkpoint"
+                    )
         if found.problems:
             raise CheckpointError("\n".join(found.problems))
         for key, targets in plain.items() if model.device.type != "meta" else ():

@@ -388,7 +388,10 @@ def _llama3(file: GGUFSource, theta: float, head_dim: int) -> dict[str, Any]:
         if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=0):
             parameters = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
             return {"rope_type": "llama3", "original_max_position_embeddings": original} | parameters
-    file.refuse(f"{ROPE_FREQS} are not divisors of Llama 3's scaling with low_freq_factor 1 and high_freq_factor 4")
+    file.refuse(
+        f"{ROPE_FREQS} has other values than Llama 3's scaling with low_freq_factor 1 and high_freq_factor 4, the only "
+        "one that is supported"
+    )
 
 
 def _gemma3(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:

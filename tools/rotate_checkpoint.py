@@ -34,7 +34,7 @@ from transformers import PretrainedConfig
 
 from model.build import build_model, read_config
 from model.checkpoint.load import check_headers
-from model.checkpoint.safetensors import INDEX, CheckpointError, DiskTensor, Reader, read_headers, read_tensor
+from model.checkpoint.safetensors import AGAIN, INDEX, CheckpointError, DiskTensor, Reader, read_headers, read_tensor
 from model.console import progress_bar
 from model.quantized.quantization_config import is_quantized, read_json_object
 from model.ranks import errors_on_all_ranks
@@ -270,7 +270,7 @@ def _rotated(
     if change == Change():
         return whole
     if not whole.isfinite().all():
-        raise CheckpointError(f"{tensors[key].file}: {tensors[key].key} holds NaN or infinite values")
+        raise CheckpointError(f"{tensors[key].file}: {tensors[key].key} holds NaN or infinite values: {AGAIN}")
     norm = None if change.norm is None else read_tensor(reader, tensors[change.norm]).double()
     values = whole.view(len(whole), -1)  # [rows, columns], also of a bias
     axis = 1 if change.rows == STREAM else 0

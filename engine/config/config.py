@@ -436,7 +436,7 @@ def _losses(r: Recipe) -> Contradictions:
         if loss.kd not in CACHED_KINDS:
             yield "loss.kd", "kl_top_k: with loss.teacher_cache only the teacher's most likely tokens are known"
         if loss.teacher == "self":
-            yield "loss.teacher", "a directory or null: loss.teacher_cache is there so that no teacher runs"
+            yield "loss.teacher", "a directory or null: with loss.teacher_cache no teacher runs"
         if loss.diagnostics_every > 0:
             lacks = "diagnostics compare whole distributions, which loss.teacher_cache does not contain"
             yield "loss.diagnostics_every", f"0: {lacks}"
@@ -580,10 +580,11 @@ def _changed_weights(r: Recipe) -> Contradictions:
     if not r.adapter.on and not r.quant.decouples():
         return
     if r.train.compile:
-        reason = "torch.compile cannot trace it" if r.adapter.on else "compiled layers would keep two weights"
+        copy = "compiled layers would keep a copy of each weight for backward"
+        reason = "torch.compile cannot trace it" if r.adapter.on else copy
         yield "train.compile", f"false with {option}: {reason}"
     if r.quant.quantized_all_gather:
-        yield "quant.quantized_all_gather", f"false with {option}: codes are chosen when the layer runs"
+        yield "quant.quantized_all_gather", f"false with {option}: codes are chosen after the weight is gathered"
     if r.quant.fuse_norms:
         yield "quant.fuse_norms", f"false with {option}: the two were not tested together"
 
@@ -610,10 +611,10 @@ def _quantized_base(r: Recipe) -> Contradictions:
         return
     if adapter.merge:
         if r.learnable.weight_scale:
-            yield "learnable.weight_scale", "false with adapter.base quantized, which its scales decode"
+            yield "learnable.weight_scale", "false with adapter.base quantized, whose codes these scales decode"
         for index, event in enumerate(r.schedule):
             if event.fake_quant in (False, "activations"):
-                why = "scales of weights that are measured again would decode another base"
+                why = "scales of weights would be measured again, and decode the codes to other weights"
                 key = f"schedule[{index}].fake_quant: {event.fake_quant}"
                 yield key, f"true or weights with adapter.base quantized: {why}"
     if quant.start or quant.scales:

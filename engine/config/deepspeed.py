@@ -48,7 +48,7 @@ _DATA = "the recipe owns the data: see its data section"
 _PARALLEL = "leave it out: DeepQAT partitions the model by ZeRO only"
 # Top-level keys that break a run, with the remedy.
 BROKEN = {
-    "bfloat16": 'write "bf16", the name of today',
+    "bfloat16": 'write "bf16", as DeepSpeed calls it now',
     "torch_autocast": "set model.dtype in the recipe: parameters and GEMMs have that type",
     "activation_checkpointing": "set train.activation_checkpointing in the recipe",
     "data_efficiency": _DATA,
@@ -94,7 +94,7 @@ BROKEN_NESTED = {
     ),
     "bf16.bf16_master_weights_and_grads": _COPIES,
     "bf16.bf16_optimizer_states": "the optimizer's moments are fp32",
-    "fp16.auto_cast": "inputs are token ids",
+    "fp16.auto_cast": "it casts inputs, which are token ids",
     "fp16.fp16_master_weights_and_grads": _COPIES,
 }
 # Offload of parameters to NVMe, and why it is refused.

@@ -261,6 +261,6 @@ def _data_files(name: HubName, kind: Kind, files: Sequence[str]) -> list[str]:
     if not chosen:
         wanted = name.file or f"file of training samples that ends in {' or '.join(_DATA[kind])}"
         raise HubError(
-            f"it has no {wanted}; hf://datasets/{name.repo}/FILE names files, there are {', '.join(sorted(files)[:8])}"
+            f"it has no {wanted}; name one as hf://datasets/{name.repo}/FILE, there are {', '.join(sorted(files)[:8])}"
         )
     return chosen

@@ -304,7 +304,7 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
                 "fp8_static_kv or fp8_kv"
             )
         if not found:
-            raise ValueError("quantization_config has no group of layers")
+            raise ValueError("quantization_config quantizes no layers: set quant.scheme to a preset")
     except ValueError as error:
         schemes = "quant.scheme source takes the schemes of the quantized checkpoint in quant.start or model.path"
         raise RecipeError(f"{error} ({schemes})") from error

@@ -204,9 +204,7 @@ def _problems(
         # No tested reader computes such adapters as training does; peft 0.21.2 renames or refuses them where
         # transformers stacks the experts in one weight.
         option = "merge: false" if adapter.beside else "start"
-        why = (
-            f"of which no reader of adapters was tried with adapter.{option}; name other layers, such as .*self_attn.*"
-        )
+        why = f"whose adapters were not tested with adapter.{option}; name other layers, such as .*self_attn.*"
         yield f"experts that share one weight, {why}", list(stacks)
         split = [f"{name}." for name, module in model.named_modules() if isinstance(module, PerExpertMLPs)]
         own = [name for name in layers if name.startswith(tuple(split))]

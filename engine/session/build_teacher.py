@@ -177,9 +177,9 @@ def check_cache(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: int)
             cache.check_teacher(teacher, digest_of_checkpoint(teacher))
         if cache.manifest.vocabulary not in (logits, tokens := max(tokenizer.get_vocab().values()) + 1):
             raise ValueError(
-                f"loss.teacher_cache: {directory} covers {cache.manifest.vocabulary:,} tokens, expected {logits:,}, as "
-                f"many as the student has logits, or {tokens:,}, as many as the tokenizer has: write it again with "
-                "launch/cache_teacher.py"
+                f"loss.teacher_cache: {directory} is for a vocabulary of {cache.manifest.vocabulary:,} tokens, "
+                f"expected {logits:,}, as many as the student has logits, or {tokens:,}, as many as the tokenizer has: "
+                "write it again with launch/cache_teacher.py"
             )
 
 

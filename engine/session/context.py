@@ -309,7 +309,8 @@ def _skipped(samples: Samples, lines: Sequence[str]) -> list[int]:
             f"{samples[0].where()}"
         )
     say(
-        f"data.skip: {len(set(lines)):,} samples are not learned; a step of these alone takes the rows of the next step"
+        f"data.skip: {len(set(lines)):,} samples are not learned; a step that has only these takes the rows of the "
+        "step after it"
     )
     return [int(index) for found in indices.values() for index in found]
 
@@ -348,7 +349,7 @@ def read_samples(
             say(f"data: {len(blocks):,} blocks of {settings.max_length:,} tokens{kept if blocks.spelled else ''}")
             samples += blocks
         if settings.cache is None and (took := time.monotonic() - began) > SLOW_SECONDS:
-            say(f"data.cache: every rank tokenized its files in {took:.0f} s; data.cache: DIRECTORY keeps the tokens")
+            say(f"data.cache: every rank tokenized its files in {took:.0f} s; set data.cache to keep the tokens")
         return samples
 
 

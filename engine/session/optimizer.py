@@ -160,7 +160,7 @@ def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
         else:
             owned.parameter.requires_grad_(on)
     if fixed:
-        say(f"frozen, as the model's class has them: {listed(fixed, 3)}")
+        say(f"frozen by the model's class: {listed(fixed, 3)}")
 
 
 # Kind of a Parameter -> its parameter group. Each group has its own learning rate.

@@ -380,7 +380,7 @@ def mask_problem(
     moved = difference(bare[whole.to(bare.device)], masked[whole.to(bare.device)])
     rounding = difference(bare[0, : alone.shape[1]], alone[0])
     if moved > (max(SEEN, ROUNDINGS * torch.finfo(bare.dtype).eps) if exact else MOVED) + TIMES * rounding:
-        return f"its hidden states are others (by {moved:.1%})"
+        return f"its hidden states differ by {moved:.1%}"
     return None
 
 

@@ -67,7 +67,7 @@ def check_writable(path: Path, option: str) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         place = f"{option} {str(path)!r}"
-        raise ValueError(f"{place}: cannot be written ({reason}), expected a place for results") from error
+        raise ValueError(f"{place}: cannot be written ({reason}), expected a file that can be written") from error
 
 
 def write_evaluations(path: Path, evaluations: Sequence[Evaluation]) -> None:

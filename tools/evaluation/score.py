@@ -234,8 +234,8 @@ def _score_tokens(logits: Tensor, targets: Tensor, reference: Tensor | None) -> 
 def _check_reference(reference: Reference, model: ScoringModel, windows: Sequence[Window], batch_size: int) -> None:
     if (reference.windows, reference.batch_size) != (windows, batch_size):
         raise RankError(
-            "the reference was computed on other windows, expected models with one tokenizer (give --length, if their "
-            "contexts differ)"
+            "the reference was computed on other windows: compare models with the same tokenizer, and give --length if "
+            "their contexts differ"
         )
     if model.vocabulary != reference.vocabulary:
         raise RankError(

@@ -203,7 +203,8 @@ def _prepare(name: str, task: Task, limit: int | None, num_fewshot: int | None) 
     own = task.get_config("num_fewshot")
     if num_fewshot is not None and own == 0 and num_fewshot != 0:
         raise ValueError(
-            f"--num_fewshot {num_fewshot}: task {name} is made for 0 examples (num_fewshot: 0 in its file)"
+            f"--num_fewshot {num_fewshot}: task {name} is made for 0 examples (num_fewshot: 0 in its file): leave "
+            "--num_fewshot or this task out"
         )
     task.set_config("num_fewshot", num_fewshot if num_fewshot is not None else own or 0)
     task.set_fewshot_seed(FEWSHOT_SEED)

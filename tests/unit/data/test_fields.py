@@ -115,7 +115,7 @@ MASKS |= {"train_turns": [1], "mask_history": True, "learn_all": False, "compute
 @pytest.mark.parametrize("key", MASKS)
 def test_masks_of_rows_are_refused(key, tmp_path):
     """They say which turns are learned; unused, each answer would be."""
-    with pytest.raises(DataError, match=rf":1: {key}: found a .*, expected no key that says what of a row is learned"):
+    with pytest.raises(DataError, match=rf":1: {key}: found a .*, expected no key of a row that says which parts"):
         read(tmp_path, tiny_tokenizer(), {"messages": TWO, key: MASKS[key]}, loss_on="all")
     others = {"weights": [], "mask": "User", "learning_goals": ["a"], "is_train": True, "training_steps": 7}
     counts = read(tmp_path, tiny_tokenizer(), {"messages": TWO, **others}, loss_on="all")[1]

@@ -302,7 +302,7 @@ def test_a_template_that_asks_for_special_tokens(tmp_path):
     row = {"input": "a[/THINK]b", "output": "c"}
     (sample,), counts = read(tmp_path, tokenizer, row)
     assert "a" not in whole(sample, tokenizer).split("user")[1].split(END)[0] and counts.spelled == 1
-    with pytest.raises(DataError, match=r"a\.jsonl:1: .*a chat template that writes the conversation otherwise"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*as the chat template writes the conversation otherwise"):
         read(tmp_path, tokenizer, row, special_tokens="text")
 
 

@@ -94,8 +94,8 @@ def counted_from_the_mask(batch: MicroBatch) -> Tensor:
     ("places", "find", "rows", "said"),
     [
         (place_in_the_row, boundary_problem, 1, "depend on their place in a row"),
-        (counted_from_the_mask, mask_problem, 1, "its hidden states are others"),
-        (counted_from_the_mask, mask_problem, 2, "its hidden states are others"),
+        (counted_from_the_mask, mask_problem, 1, "its hidden states differ by"),
+        (counted_from_the_mask, mask_problem, 2, "its hidden states differ by"),
     ],
 )
 def test_other_positions_are_found(places, find, rows, said):

@@ -131,7 +131,7 @@ def test_what_the_class_has_frozen_stays_so_and_is_said(name: str, fixed: str, t
     parameters = dict(student.model.named_parameters())
     assert not parameters[fixed].requires_grad
     assert sum(parameter.requires_grad for parameter in parameters.values()) > 20
-    assert f"frozen, as the model's class has them: {fixed}" in capsys.readouterr().out
+    assert f"frozen by the model's class: {fixed}" in capsys.readouterr().out
 
 
 def test_parameters_are_frozen_by_name(tmp_path: Path):

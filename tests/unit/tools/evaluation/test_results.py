@@ -197,7 +197,7 @@ def test_script(tmp_path):
 
 
 def test_what_is_neither_known_nor_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="no results of a, b: expected --text, --tasks or --results"):
+    with pytest.raises(ValueError, match="no results of a, b: give --text or --tasks to measure them, or"):
         check_missing(["a", "b"], asked=False)
     with pytest.raises(ValueError, match=r"absent: neither a checkpoint directory nor a model in a file of --results"):
         check_missing([str(tmp_path / "absent")], asked=True)
