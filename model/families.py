@@ -77,8 +77,8 @@ def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedMod
     kind = model_class(config)
     if kind is None:
         raise ValueError(
-            f"transformers has no class for {type(config).__name__} ({config.model_type}), which has towers: expected "
-            "architectures of config.json to name one"
+            f"transformers has no class for {type(config).__name__} ({config.model_type}), which has towers: name one "
+            "in architectures of config.json"
         )
     model = kind._from_config(config, **options)
     take_out_towers(model)

@@ -101,12 +101,10 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
     for key in sorted(shapes):
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", key)
         if found is None or len(shapes[key]) != 2:
-            raise ValueError(f"{file}: {key} {list(shapes[key])}, expected only lora_A and lora_B of Linears")
+            raise ValueError(f"{file} has {key} {list(shapes[key])}, expected only lora_A and lora_B of Linears")
         name = names.get(found[1])
         if name is None:
-            raise ValueError(
-                f"{file}: {key}: expected linear layers of the model that can have adapters, {found[1]} is none"
-            )
+            raise ValueError(f"{file}: {key}: {found[1]} is no linear layer of the model that can have an adapter")
         other = keys.setdefault(name, {}).setdefault(found[2], key)
         if other != key:
             raise ValueError(f"{file}: {key} and {other} belong to the same layer, expected one of them")
@@ -243,8 +241,8 @@ def start_from_error(quantization: Quantization) -> None:
                 error = (layer.weight - layer.quantized_weight()).float() / layer.adapter.scaling
                 if not (error.isfinite().all() and _filled(pair, _factors(error, pair[0].shape[0]))):
                     raise ValueError(
-                        f"adapter.init error: {name}: {pair[0].dtype} cannot represent an adapter whose product times "
-                        f"{layer.adapter.scaling:g} is the error of quantization: set adapter.alpha nearer to "
+                        f"adapter.init: error, but {pair[0].dtype} cannot represent an adapter of {name} whose product "
+                        f"times {layer.adapter.scaling:g} is the error of quantization: set adapter.alpha nearer to "
                         "adapter.rank"
                     )
 

@@ -195,8 +195,8 @@ class SharedRows:
         if row is not None:
             if {q_length, kv_length} != {row.counts[self.index]}:
                 raise ValueError(
-                    f"its mask is for {q_length} queries and {kv_length} keys, expected {row.counts[self.index]} of "
-                    "each, the tokens of a rank"
+                    f"the model asks for a mask of {q_length} queries and {kv_length} keys, expected "
+                    f"{row.counts[self.index]} of each, the tokens of this rank: set parallel.sequence to 1"
                 )
             q_length = kv_length = sum(row.counts)
             attention_mask = row.mask
@@ -242,7 +242,7 @@ class SharedRows:
                 f"expected {row.counts[self.index]} of each, the tokens of this rank: set parallel.sequence to 1"
             )
         if isinstance(attention_mask, Tensor) and _identity(attention_mask) not in row.masks:
-            raise ValueError(f"{name} changes the mask that transformers created for the row, expected it unchanged")
+            raise ValueError(f"{name} changes the mask that transformers made for the row: set parallel.sequence to 1")
         # As few copies of keys and values as give each rank the same number of heads.
         copies = self.ranks // math.gcd(key.shape[1], self.ranks)
         key, value = (one.repeat_interleave(copies, dim=1) if copies > 1 else one for one in (key, value))
@@ -268,8 +268,8 @@ class SharedRows:
         if given.shape == (heads,):
             return given[heads * self.index // self.ranks : heads * (self.index + 1) // self.ranks]
         raise ValueError(
-            f"{name} passes attention {part!r}, a tensor {list(given.shape)}, expected position_ids, or one value for "
-            f"each of the {heads} heads"
+            f"{name} calls attention with {part!r}, a tensor {list(given.shape)}, expected only position_ids and "
+            f"tensors with a value for each of the {heads} heads: set parallel.sequence to 1"
         )
 
     def _to_heads(self, own: Tensor, row: _Row) -> Tensor:

@@ -99,9 +99,7 @@ def wrap_attention(
     model.set_attn_implementation(name)
     for path, attention in attentions.items():
         if attention.config._attn_implementation != name:
-            raise ValueError(
-                f"{path}, a {type(attention).__name__}, did not take another attention implementation, {needed}"
-            )
+            raise ValueError(f"{path}, a {type(attention).__name__}, keeps its own attention implementation, {needed}")
 
 
 def _globals_used(module: nn.Module) -> tuple[str, ...]:

@@ -258,14 +258,14 @@ def _nothing_to_fuse(model: nn.Module, fused: Fused) -> str:
 def _problem_of_norm(norm: nn.Module, parent: nn.Module, readers: Sequence[str]) -> str | None:
     """Return the reason why a norm cannot be replaced, or None."""
     if "gate_proj" in readers and type(parent).__name__ not in MLPS:
-        return f"a {type(parent).__name__} may read its values, such as a router of experts"
+        return f"a {type(parent).__name__} may read its values, as a router of experts does"
     layers: list[Any] = [getattr(parent, name, None) for name in readers]
     if problem := _problem_of_readers(layers):
         return problem
     width = layers[0].in_features
     if width % 8 or width > MOST_FEATURES:
         return f"its {width} features are not a multiple of 8, or are more than {MOST_FEATURES}"
-    return None if _computes_rms_norm(norm) else f"a {type(norm).__name__} computes something else"
+    return None if _computes_rms_norm(norm) else f"a {type(norm).__name__} computes something else than RMSNorm"
 
 
 def _problem_of_mlp(mlp: nn.Module) -> str | None:
@@ -273,7 +273,7 @@ def _problem_of_mlp(mlp: nn.Module) -> str | None:
         return f"a {type(mlp).__name__} is none of {', '.join(MLPS)}"
     if problem := _problem_of_readers([getattr(mlp, "down_proj", None)]):
         return problem
-    return None if _computes_swiglu(mlp) else f"a {type(mlp).__name__} computes something else"
+    return None if _computes_swiglu(mlp) else f"a {type(mlp).__name__} computes something else than SwiGLU"
 
 
 def _problem_of_readers(layers: Sequence[nn.Module | None]) -> str | None:

@@ -357,7 +357,9 @@ def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *,
     entries = [entry.replace("re:", f"re:{ANYWHERE}", 1) for entry in entries]
     for entry in entries:
         if caught := next((other for other in others if re.match(entry.removeprefix("re:"), other)), None):
-            raise ValueError(f"no pattern tells {entry.removeprefix('re:')} from {caught}: give both one scheme")
+            raise ValueError(
+                f"the pattern {entry.removeprefix('re:')} would match {caught} too: give all of these layers one scheme"
+            )
     return entries
 
 

@@ -47,8 +47,8 @@ def choose_initial_codes(
     blocks = decoder_layers(model, quantization)
     if not blocks:
         raise_everywhere(
-            "quant.init, expected rtn for this model: none of its quantized layers is in a decoder layer that "
-            "transformers can checkpoint (GradientCheckpointingLayer)"
+            "quant.init: expected rtn for this model: none of its quantized layers is in a decoder layer of "
+            "transformers' class GradientCheckpointingLayer"
         )
     model.eval()
     with quantization.paused():

@@ -129,7 +129,7 @@ def record(
     finally:
         for hook in hooks:
             hook.remove()
-    lines = [f"quant.init, expected rtn for this model: {text}" for text in problems]
+    lines = [f"quant.init: expected rtn for this model: {text}" for text in problems]
     raise_everywhere("\n".join(lines[:5]) or None)
     return found
 
@@ -162,7 +162,11 @@ def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samp
     quantization.observe(False)
     largest = reduce_over_ranks(seen.nan_to_num(nan=torch.inf), dist.ReduceOp.MAX)
     bad = [group.owner for group, most in zip(groups, largest.tolist(), strict=True) if most == torch.inf]
-    raise_everywhere(f"quant.init: inputs of these layers have NaN or Inf: {', '.join(bad)}" if bad else None)
+    raise_everywhere(
+        f"quant.init: inputs of these layers have NaN or Inf: {', '.join(bad)}; check the model and the samples"
+        if bad
+        else None
+    )
     largest = largest.clamp(min=1e-6)  # for an expert that no token reached
     scales = {
         group.owner: first_input_scale(most, group.spec) for group, most in zip(groups, largest.split(1), strict=True)

@@ -220,7 +220,7 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
     decoded = kernels.dequantize(found.codes, after)
     if not bool(have_codes(decoded, found.codes, after).all()):
         raise ValueError(
-            f"quant.init, expected rtn, or model.dtype float32: {weight.dtype} cannot represent all values "
+            f"quant.init: expected rtn, or model.dtype float32: {weight.dtype} cannot represent all values "
             f"of the codes of {found.part.name}"
         )
     single, exact = (gram if found.part.expert is None else gram[found.part.expert]).float(), weight.float()

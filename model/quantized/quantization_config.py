@@ -177,7 +177,7 @@ def rules_of(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Ru
         if packing_of(config) is not None:
             return [Rule(_integers(config))]
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"a value has a type that {method!r} does not have ({error})") from error
+        raise ValueError(f"a value has another type than in files of {method!r} ({error})") from error
     raise ValueError(
         f"quant_method is {method!r}, whose codes cannot be read: expected 'compressed-tensors', 'fp8', 'modelopt', "
         "'mxfp4', 'gptq', 'awq' or 'auto-round'; start from the unquantized checkpoint"
@@ -222,13 +222,15 @@ def _integers(config: Mapping[str, Any]) -> Scheme:
     """Create the scheme of a file of GPTQ, AWQ or AutoRound: integer weights, unquantized inputs. Raises ValueError if
     layers have several schemes, or if no scheme of this project has their numerics."""
     if config.get("desc_act"):
-        raise ValueError("desc_act is true: quantizing columns in another order is not supported")
+        raise ValueError("desc_act is true: quantizing columns in another order is not supported; quantize without it")
     awq = config["quant_method"] == "awq"
     others = {**(config.get("dynamic") or {}), **(config.get("extra_config") or {})}
     for name, other in others.items():
         left_out = name.startswith("-:") or (isinstance(other, dict) and other.get("bits", 0) >= 16)
         if not left_out:
-            raise ValueError(f"{name!r} has a scheme of its own, expected one for all layers")
+            raise ValueError(
+                f"{name!r} has a scheme of its own, expected one for all layers: start from the unquantized checkpoint"
+            )
     if config.get("data_type", "int") != "int" or config.get("act_bits", 16) < 16:
         raise ValueError(
             f"data_type is {config.get('data_type', 'int')!r} and act_bits {config.get('act_bits', 16)!r}, expected "
@@ -254,7 +256,7 @@ def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
     if sides not in (None, [128, 128]):
         raise ValueError(f"weight_block_size is {sides!r}, expected [128, 128] or none")
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise ValueError(f"fmt is {config['fmt']!r}, expected 'e4m3'")
+        raise ValueError(f"fmt is {config['fmt']!r}, expected 'e4m3': start from the unquantized checkpoint")
     if config.get("scale_fmt") not in (None, "float", "ue8m0"):
         raise ValueError(f"scale_fmt is {config['scale_fmt']!r}, expected 'float' or 'ue8m0'")
     inputs = FP8_TENSOR

@@ -318,7 +318,7 @@ def check_start(model: PreTrainedModel, quantization: Quantization, directory: s
             if linear.shape != shape:
                 raise ValueError(
                     f"quant.start: {linear.file}: {disk} has the shape {list(linear.shape)}, expected {list(shape)} as "
-                    "in model.path"
+                    "in model.path: name a quantized form of that checkpoint"
                 )
             if not scheme.weights.takes(linear.scheme.weights):
                 raise ValueError(

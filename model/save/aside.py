@@ -37,7 +37,10 @@ class Aside:
         remove_left(out)
         free = shutil.disk_usage(out.parent).free
         if free < size:
-            raise ValueError(f"{out.parent} has {free:,} bytes free, the weights alone need {size:,}")
+            raise ValueError(
+                f"{out.parent} has {free:,} bytes free, the weights alone need {size:,}: free space, or name another "
+                "directory"
+            )
         self._out = out
         self.path = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
         self.path.mkdir()

@@ -109,8 +109,8 @@ def _say_differences(items: Sequence[Item], checkpoint: SourceCheckpoint, source
         )
     if rounded := sorted(key for item in items for key in item.rounded):
         say(
-            f"{source} has {listed(rounded, 3)} in a dtype that model.dtype rounds: the export will have this dtype, "
-            "and the source's values where training has not changed the rounded ones"
+            f"{source} has {listed(rounded, 3)} in a dtype that model.dtype rounds: the export will have the source's "
+            "dtype, and the source's values where training has not changed the rounded ones"
         )
 
 

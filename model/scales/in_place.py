@@ -224,7 +224,7 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGr
 def check_zero_points(name: str, zero: Tensor, spec: TensorSpec) -> None:
     """Raise ValueError if zero points are no codes of ``spec``; ``name`` is the name of their scale for the error."""
     if problem := bad_zero_points(zero.float(), spec):
-        raise ValueError(f"the zero point beside {name} {problem}")
+        raise ValueError(f"the zero points beside {name} {problem}")
 
 
 def release_scales(engine: deepspeed.DeepSpeedEngine, quantization: Quantization) -> None:

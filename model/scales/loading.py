@@ -356,14 +356,17 @@ def check_stored(quantization: Quantization, arranged: ArrangedScales, stored: S
     if without:  # other writers use another name
         raise ValueError(
             f"{directory} has no weight_global_scale beside the weight_scale of {listed(without)}: expected both, as "
-            "compressed-tensors writes NVFP4"
+            "compressed-tensors writes NVFP4; use another checkpoint"
         )
     asymmetric = [group.owner for group in quantization.weight_groups if group.zero is not None]
     may_differ = {disk + ZERO_POINT for name in asymmetric for disk in linears[name]}
     of_layers = {key.rpartition(".")[0] for key in arranged.expected}
     for key, zero in stored.zero_points.items():
         if key.rpartition(".")[0] in of_layers and key not in may_differ and bool(zero.any()):
-            raise ValueError(f"{key} is not 0, expected 0: the scheme of its layer in the recipe is symmetric")
+            raise ValueError(
+                f"{key} is not 0, but the scheme of its layer in the recipe is symmetric: use other scales, or for "
+                "weights an asymmetric scheme"
+            )
     for scale in (*arranged.weights, *arranged.globals, *arranged.inputs):
         for one in (one for of_layer in scale.layers for one in of_layer):
             check_scale(one.key, one.value, one.shape, scale.group)
@@ -389,9 +392,9 @@ _BESIDE = {
     *("k_scale", "v_scale", "output_scale"),  # of keys and values, see model.scales.grouping.CACHE_SCALES
 }
 _MEANING = {
-    "pre_quant_scale": "its weights were smoothed (AWQ, SmoothQuant)",
-    "smooth_scale": "its weights were smoothed",
-    "weight_g_idx": "its columns were quantized in another order (actorder: group), which no scheme here has",
+    "pre_quant_scale": "the weights of the layer were smoothed (AWQ, SmoothQuant)",
+    "smooth_scale": "the weights of the layer were smoothed",
+    "weight_g_idx": "the columns were quantized in another order (actorder: group), which no scheme here has",
 }
 
 
@@ -427,7 +430,10 @@ def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: S
     for suffix, keys in unknown.items():
         meaning = _MEANING.get(suffix, "this project does not know it")
         file = stored.tensors[keys[0]].file
-        raise ValueError(f"{file} has {suffix}, which may change what the scales mean: {meaning} ({listed(keys, 3)})")
+        raise ValueError(
+            f"{file} has {suffix}, which may change what the scales mean: {meaning} ({listed(keys, 3)}); use a "
+            "checkpoint without it"
+        )
 
 
 def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:

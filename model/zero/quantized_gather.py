@@ -39,9 +39,9 @@ from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import FP8_TENSOR
 
 NONE_GATHERED_QUANTIZED = (
-    "quant.quantized_all_gather: true, expected false: no layer has a weight in bfloat16 or float32, larger than "
-    "stage3_param_persistence_threshold, with one scale per tensor or row and no zero point, that trains if its scale "
-    "does"
+    "quant.quantized_all_gather: true, expected false: no layer has all of these: a weight in bfloat16 or float32 that "
+    "is larger than stage3_param_persistence_threshold and trains if its scale does, and one scale per tensor or row "
+    "without zero points"
 )
 
 

@@ -309,7 +309,7 @@ def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
     wrong = ~((zero == zero.round()) & (zero >= spec.qmin) & (zero <= spec.qmax))
     if not bool(wrong.any()):
         return None
-    return f"has {zero[wrong][0].item():g}, expected integers from {spec.qmin:g} to {spec.qmax:g}"
+    return f"must be integers from {spec.qmin:g} to {spec.qmax:g}, got {zero[wrong][0].item():g}"
 
 
 def bad_scales(scale: torch.Tensor, spec: TensorSpec | None = None) -> str | None:

@@ -216,7 +216,7 @@ def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
 def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None) -> Scheme:
     """Read the scheme of a config group; if ``config`` is None, only the number formats that have stored scales."""
     if group.get("output_activations") is not None:
-        raise ValueError(f"{key}.output_activations is set: outputs are not quantized here")
+        raise ValueError(f"{key}.output_activations is set, expected null: quantized outputs are not supported")
     stored = _arguments(f"{key}.weights", group.get("weights"))
     if stored is None:
         raise ValueError(f"{key}.weights is missing")
@@ -302,7 +302,7 @@ def _side(key: str, structure: Any) -> int:
     except (TypeError, ValueError):
         raise ValueError(f"{key}.block_structure is {structure!r}, expected [height, width]") from None
     if height != width:
-        raise ValueError(f"{key}.block_structure is {structure!r}, expected equal sides")
+        raise ValueError(f"{key}.block_structure is {structure!r}, expected two equal numbers")
     return height
 
 

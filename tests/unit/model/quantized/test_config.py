@@ -96,8 +96,8 @@ REFUSED = {
     "groups of text": ({**GPTQ, "group_size": "x"}, "group_size is 'x', expected a number"),
     "groups of 0": ({**GPTQ, "group_size": 0}, "group_size is 0, expected a number"),
     "float bits": ({**GPTQ, "bits": 4.0}, "bits is 4.0, expected 2 or 3"),
-    "list of layers": ({**GPTQ, "dynamic": [1]}, "a value has a type that 'gptq' does not have"),
-    "text of input bits": ({**ROUND, "act_bits": "x"}, "a value has a type that 'auto-round' does not have"),
+    "list of layers": ({**GPTQ, "dynamic": [1]}, "a value has another type than in files of 'gptq'"),
+    "text of input bits": ({**ROUND, "act_bits": "x"}, "a value has another type than in files of 'auto-round'"),
     "inputs": ({**ROUND, "act_bits": 8}, "act_bits 8, expected 'int' and 16"),
 }
 

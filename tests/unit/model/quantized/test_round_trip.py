@@ -403,4 +403,4 @@ def test_tensors_that_an_export_would_lack_or_training_rounds_are_named(tmp_path
         check_plan(model, quantization, export)
         said = capsys.readouterr().out
         assert f"warning: {export} has {UP}.input_scale, which its configuration" in said
-        assert f"{export} has {norm} in a dtype that model.dtype rounds: the export will have this" in said
+        assert f"{export} has {norm} in a dtype that model.dtype rounds: the export will have the" in said

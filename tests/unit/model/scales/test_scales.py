@@ -214,11 +214,11 @@ BAD_ZERO_POINTS = {
     ),
     "no code": (
         lambda file: file[ZERO].fill_(100),
-        r"the zero point beside .*q_proj.weight_scale has 100, expected integers from -8 to 7",
+        r"the zero points beside .*q_proj.weight_scale must be integers from -8 to 7, got 100",
     ),
     "of inputs": (
         lambda file: file.update({f"{QKV[0]}.input_zero_point": torch.ones(1)}),
-        r"input_zero_point is not 0, expected 0: the scheme of its layer in the recipe is symmetric",
+        r"input_zero_point is not 0, but the scheme of its layer in the recipe is symmetric: use other",
     ),
 }
 
