@@ -116,7 +116,7 @@ REFUSED = [
     ({"targets": [".*experts.0.*"]}, {"moe": True}, "experts.0.up_proj, model.layers.0.mlp.experts.0.down"),
     ({"targets": [".*gate_proj"]}, {"moe": True}, ONE_WEIGHT),
     ({"ranks": {".*up_proj": 3}}, {"moe": True}, ONE_WEIGHT),
-    (BESIDE, {"moe": True}, "experts that share one weight, of which"),
+    (BESIDE, {"moe": True}, "experts that share one weight, whose"),
     (BESIDE, {"moe": True, "model": {"experts": "per_expert"}}, "experts that share one weight in transformers"),
     # Codes that cannot be made of an ordinary checkpoint.
     (CODES, {"quant": {"scheme": "fp8_static", **GIVEN}}, "scheme 'fp8_static' has one scale for a whole weight"),
