@@ -185,11 +185,15 @@ def test_versions_that_a_step_may_not_learn_from(tmp_path):
             1,
             r"a version of a later step, expected one of step 1 or before: publish at step 1",
         ),
-        "of no publish": (tmp_path / "model", 3, r"expected a version that this run has published"),
+        "of no publish": (tmp_path / "model", 3, r"expected a version that this run has published: .*'current'"),
     }
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / RUN).write_text("/another/run")
-    cases["of another run"] = (tmp_path / "other" / "step_00000003", 3, r"a version that this run has published")
+    cases["of another run"] = (
+        tmp_path / "other" / "step_00000003",
+        3,
+        r"a version that this run has published: .*'current'",
+    )
     with up(place) as server:
         for name, (version, k, expected) in cases.items():
             server.version = str(version)

@@ -184,7 +184,7 @@ WRONG = [
         lambda t: {**t, f"{KEY}.lora_A.default.weight": torch.ones(4, 64)},
         "q_proj.lora_A.default.weight belong to the same layer",
     ),
-    (lambda t: {**t, "base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}, "lm_head is none"),
+    (lambda t: {**t, "base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}, "lm_head is no linear layer"),
     (lambda t: {**t, "base_model.model.x.lora_embedding_A": torch.ones(4, 64)}, "lora_embedding_A"),
 ]
 
