@@ -5,9 +5,9 @@ the rank with a slice of a weight quantizes it before sending. The layer finds t
 (:func:`quant.packed_weight.placeholder`) and does not quantize; the fp8 GEMM takes the codes directly. Without the
 weight, the layer cannot compute the weight's gradient mask or theta's gradient, which depend on the rounding error. So
 at first the weight gets the gradient with respect to the quantized weight, and theta gets zeros. After the reduction
-each rank applies the quantizer's rule to its slice, and computes theta's gradient, which replaces the zeros. This is
-exact: the quantizer works per element, and neither the mask nor the sum for theta changes while ranks and micro-batches
-add up gradients.
+each rank applies the quantizer's rule to its slice, and computes theta's gradient, which is added to the zeros (or to
+the gradients of layers that share this theta and whose weights are gathered whole). This is exact: the quantizer works
+per element, and neither the mask nor the sum for theta changes while ranks and micro-batches add up gradients.
 
 Compared with gathering the weights, the forward, the gradients of inputs and the gradients of weights have the same
 bits. The gradient of a learned scale sums the same terms in another order and in fp32, while without this feature each
@@ -119,7 +119,10 @@ class QuantizedGather:
         dist.all_reduce(whole)
         places = whole.split([share.numel() for _, share in thetas.values()])
         for (theta, _), gradient in zip(thetas.values(), places, strict=True):
-            set_local_gradient(theta, gradient[slice(*local_range(theta))])
+            # Zeros, unless layers whose weights are gathered whole share this theta: small or frozen weights.
+            others = local_gradient(theta)
+            assert others is not None, "theta trains"
+            set_local_gradient(theta, others + gradient[slice(*local_range(theta))].to(others))
 
     def _form_of(self, parameter: Parameter) -> ByteForm | None:
         one = self._weights.get(id(parameter))
