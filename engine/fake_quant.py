@@ -333,10 +333,12 @@ class FakeQuant:
 
     def _write(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
         """Measure the scales of groups from the current weights and the observers, and write them; a collective. Inputs
-        without an observer are measured on ``batches``, if given."""
+        without an observer are measured on ``batches``, if given. Decoupled scales start again at 0."""
         if not any(owners.values()):
             return
         if owners["weight"]:
+            # A decoupled scale is a factor on the weight: measured with it, the stored scale would contain it, too.
+            zero_parameters(self.session.engine.optimizer, self._code_thetas("weight", owners["weight"]))
             renew_weight_scales(self.quantization, owners["weight"])
         if owners["input"] and batches is not None and not self.quantization.observing:
             self._calibrate(owners["input"], batches)

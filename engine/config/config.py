@@ -572,6 +572,9 @@ def _decoupled_scales(r: Recipe) -> Contradictions:
         yield "learnable.weight_scale", f"true with {option}, which trains scales of weights"
     if r.adapter.on:
         yield "adapter.kind", f"none with {option}: the codes of a sum of weight and adapter train already"
+    if r.quant.scales_follow_weights:
+        reason = "the weights are frozen, and their scales learn"
+        yield "quant.scales_follow_weights", f"false with {option}: {reason}"
 
 
 def _changed_weights(r: Recipe) -> Contradictions:

@@ -1,18 +1,21 @@
-"""Scales of inputs, of keys and of values that a file has, against the inputs of the first samples."""
+"""Scales of inputs, of keys and of values that a file has, against the inputs of the first samples; scales that are
+measured again."""
 
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engine.fake_quant import calibrate_inputs, check_input_scales, observed_input_scales
+from engine.fake_quant import FakeQuant, calibrate_inputs, check_input_scales, observed_input_scales
 from model.ranks import RankError
 from model.scales.in_place import input_scales, renew_weight_scales, write_scales
 from quant import Ranges, replace_layers
 from quant.spec import PRESETS
 from tests.lib.checkpoints import CPU, load_model
+from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_checkpoint
 
 LAYER = "model.layers.1"
@@ -115,3 +118,34 @@ def test_observers_that_saw_nothing_are_not_blamed_on_the_layers(fp8):
     with pytest.raises(RankError, match=r"observers have seen no inputs: let them watch \(observe: true\)") as error:
         observed_input_scales(fp8.quantization, owners)
     assert "quant.exempt" not in str(error.value)
+
+
+def test_decoupled_scales_start_again_with_the_scales_that_are_measured(tmp_path):
+    """A scale that is measured with the factor in the weight would contain the factor, and decode with it."""
+    model = load_model(tiny_checkpoint(tmp_path, "qwen3"))
+    options = {"learn_weight_scale": True, "learn_input_scale": False}
+    quantization = replace_layers(model, PRESETS["w4a16_channel"].linear, **options)
+    quantization.decouple_scales()
+    renew_weight_scales(quantization)
+    layers = quantization.layers
+    first = {name: layer.quantized_weight() for name, layer in layers.items()}
+    thetas = [one for layer in layers.values() for one in (layer.weight_theta, layer.adapter.code_theta)]
+    recipe = minimal(quant={"scheme": "w4a16_channel", "decoupled_scales": True}, learnable={"norm": True})
+    engine = SimpleNamespace(optimizer=torch.optim.AdamW([{"params": thetas, "name": "weight_scales"}]))
+    parts = {"quantization": quantization, "overrides": None, "uncalibrated": (), "recipe": recipe, "model": model}
+    quant = FakeQuant(SimpleNamespace(engine=engine, **parts))
+
+    def evaluate() -> None:
+        with quant.as_served([]):
+            pass
+
+    for on_again in (evaluate, quant.enable, quant.measure):
+        with torch.no_grad():
+            for theta in thetas:
+                theta.add_(0.3)
+        quant.disable()
+        quant.stepped()
+        on_again()
+        for name, layer in layers.items():
+            assert not layer.adapter.code_theta.any(), name
+            torch.testing.assert_close(layer.quantized_weight(), first[name], rtol=2e-2, atol=1e-3)

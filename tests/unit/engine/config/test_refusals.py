@@ -191,6 +191,7 @@ REFUSED = rows(r"""
     $TWO train.compile=true                     | train.compile: True, expected false with quant.decoupled_scales: co
     $TWO quant.quantized_all_gather=true        | quant.quantized_all_gather: True, expected false with quant.decoupled
     $TWO quant.fuse_norms=true                  | quant.fuse_norms: True, expected false with quant.decoupled_scales:
+    $TWO $FOLLOW                                | quant.scales_follow_weights: True, expected false with quant.decoup
 
     $FOLLOW quant.weight_range=mse              | quant.weight_range: 'mse', expected absmax, since
     $FOLLOW quant.scales=p                      | quant.scales: 'p', expected null: quant.scales_follow_weights
