@@ -109,7 +109,7 @@ class Loop:
     def _train(self, state: LoopState, report: RunReport) -> None:
         """Run steps until the last one or a stop."""
         if state.held_out is not None:
-            evaluate_start(state)
+            evaluate_start(state, self.schedule)
         while state.step < self.recipe.train.steps and not state.stopped:
             self.schedule.run_before(state.step, state)
             if state.quant.forgets:

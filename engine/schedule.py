@@ -112,12 +112,23 @@ class Schedule:
         for interval, action in self.after:
             if done % interval == 0:
                 action(state)
-        for index, (condition, action) in enumerate(self.conditional):
-            if index not in self.met and condition(state):
-                self.met.append(index)
-                action(state)
+        self._run_conditional(state, range(len(self.conditional)))
         for interval, action in self.last:
             if done % interval == 0:
+                action(state)
+
+    def run_evaluated(self, state: LoopState) -> None:
+        """Run the recipe's events whose condition on a result of the evaluation (``eval/...``) holds now, for an
+        evaluation that comes after the other events of its step. Conditions of a script may use the last step, which a
+        resumed run does not have yet; they are checked after the next one."""
+        of_evaluations = [index for index, (one, _) in enumerate(self.conditional) if _reads_evaluation(one)]
+        self._run_conditional(state, of_evaluations)
+
+    def _run_conditional(self, state: LoopState, indices: Iterable[int]) -> None:
+        for index in indices:
+            condition, action = self.conditional[index]
+            if index not in self.met and condition(state):
+                self.met.append(index)
                 action(state)
 
 
@@ -139,6 +150,11 @@ def _code(code: CodeType) -> list[object]:
         for one in code.co_consts
     ]
     return [code.co_code.hex(), constants, [code.co_names, code.co_varnames, code.co_freevars]]
+
+
+def _reads_evaluation(condition: StateCondition) -> bool:
+    """Tell if a condition is the recipe's, on a result of the evaluation."""
+    return isinstance(condition, partial) and condition.func is holds and condition.args[0].startswith("eval/")
 
 
 def _condition_name(condition: StateCondition) -> str:
@@ -184,7 +200,7 @@ def evaluate_held_out(state: LoopState) -> None:
     losses = objective.report(means)
     results = {name.replace("loss/", "eval/"): value for name, value in losses.items()}
     results["eval/perplexity"] = perplexity(means["lm"])
-    state.evaluations.record(state.step, results)
+    state.evaluations.record(state.step, results, objective.weights())
     state.log(results)
     figures = ", ".join(f"{name.removeprefix('eval/')} {figure(value)}" for name, value in results.items())
     say(f"step {state.step}: held-out {figures}")
@@ -217,10 +233,10 @@ def _held_out_means(state: LoopState, held_out: HeldOut, objective: Objective) -
     return {name: value / tokens for name, value in zip(sums, whole, strict=True)}
 
 
-def evaluate_start(state: LoopState) -> None:
+def evaluate_start(state: LoopState, schedule: Schedule) -> None:
     """Evaluate the starting point; a collective. A new run evaluates the PTQ model, but nothing if it never quantizes.
     A resumed run evaluates if ``eval.every`` divides its first step, as a signal may have prevented this evaluation,
-    and marks the checkpoint if it is the best."""
+    and marks the checkpoint if it is the best. If it was prevented, events that wait for its results run now."""
     if state.saved_step is None:
         if not state.recipe.never_quantizes():
             evaluate_held_out(state)
@@ -228,6 +244,8 @@ def evaluate_start(state: LoopState) -> None:
         evaluate_held_out(state)
         keep = state.recipe.train.keep_checkpoints
         mark_best(checkpoints(state.recipe), state.step, _measured(state), keep=keep)
+        if state.evaluations.before != state.step:
+            schedule.run_evaluated(state)
 
 
 def _evaluate_unless_stopping(state: LoopState) -> None:
@@ -265,7 +283,7 @@ def _measured(state: LoopState) -> BestMetric | None:
         return None
     of: list[Any] = [state.held_out.samples.key]
     of += [asdict(objective.kd), Path(loss.teacher or "").name] if best != "lm" else []
-    of += [objective.weights()] if best == "total" else []
+    of += [state.evaluations.weights] if best == "total" else []
     return BestMetric(metric, state.evaluation[metric], digest(of))
 
 

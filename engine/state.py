@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,18 +55,22 @@ class HeldOutResults:
     """Losses of the first evaluation of this process."""
     step: int | None = None
     """Optimizer steps done at the last evaluation of this process; None before the first."""
+    before: int | None = None
+    """Optimizer steps done at the last evaluation before the resume; None if there was none."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weights of the losses in the last evaluation of this process; events of the same step may change them later."""
 
-    def record(self, step: int, results: dict[str, float]) -> None:
-        """Store the results of an evaluation after ``step`` optimizer steps."""
-        self.last, self.first, self.step = results, self.first or results, step
+    def record(self, step: int, results: dict[str, float], weights: dict[str, float]) -> None:
+        """Store the results of an evaluation after ``step`` optimizer steps, with these weights of the losses."""
+        self.last, self.first, self.step, self.weights = results, self.first or results, step, weights
 
-    def state_dict(self) -> dict[str, dict[str, float]]:
+    def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
-        return {"last": self.last}
+        return {"last": self.last, "step": self.before if self.step is None else self.step}
 
-    def load_state_dict(self, state: Mapping[str, dict[str, float]]) -> None:
-        """Restore the result of :meth:`state_dict`."""
-        self.last = state["last"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`. Checkpoints of earlier versions have no step."""
+        self.last, self.before = state["last"], state.get("step")
 
 
 @dataclass

@@ -9,15 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from engine.config.sections import EVENT_RATES, EventRecipe, OptimRecipe
-from engine.schedule import Schedule, add_event, check_events
+from engine.losses.objective import Objective
+from engine.schedule import Schedule, _measured, add_event, check_events, evaluate_start
 from engine.session.optimizer import lr_factor, peak_learning_rates
 from engine.session.session import Overrides
+from engine.state import HeldOutResults
 from quant import get_scheme, replace_layers
 from tests.lib.recipes import minimal
 from tests.lib.root import ROOT
@@ -202,3 +205,35 @@ def test_a_condition_on_what_is_never_measured_is_an_error():
     said = "schedule[1].when: 'loss/ml < 2', expected one of loss/lm, eval/lm"
     with pytest.raises(ValueError, match=re.escape(said)):
         check_events(events, quantization, [], ["loss/lm", "eval/lm"])
+
+
+def test_a_total_belongs_to_the_weights_that_it_was_measured_with():
+    """An event of the same step, after the evaluation and before the checkpoint, may change them."""
+    recipe = minimal(eval={"every": 1, "best": "total"}, data={"held_out": 4}, loss={"kd_weight": 0.5, "teacher": "t"})
+    evaluations, objective = HeldOutResults(), recipe.loss.objective(lm=1.0, kd=0.5)
+    evaluations.record(3, {"eval/total": 2.0}, objective.weights())
+    held_out = SimpleNamespace(samples=SimpleNamespace(key="samples"))
+    state: Any = SimpleNamespace(recipe=recipe, held_out=held_out, step=3, evaluations=evaluations)
+    state.evaluation, state.objective = evaluations.last, lambda: objective
+    before = _measured(state)
+    objective = recipe.loss.objective(lm=1.0, kd=40.0)
+    assert _measured(state) == before
+    evaluations.record(3, {"eval/total": 2.0}, objective.weights())
+    assert _measured(state) != before
+
+
+@pytest.mark.parametrize(("before", "late"), [(4, False), (2, True), (None, True)])
+def test_events_wait_for_an_evaluation_that_a_signal_has_prevented(monkeypatch, before, late):
+    """The resumed run makes up for it, and for the recipe's conditions on its results; others were checked."""
+    schedule, seen = Schedule(), list[dict[str, float]]()
+    add_event(schedule, EventRecipe(when="loss/lm < 3", lr={"weights": 0.0}))
+    add_event(schedule, EventRecipe(when="eval/lm < 3", lr={"norms": 0.0}))
+    schedule.when(lambda state: state.last.losses["loss/lm"] < 3, lambda state: seen.append({}))
+    evaluations = HeldOutResults(before=before)
+    state: Any = SimpleNamespace(step=4, saved_step=4, last=None, held_out=None, evaluations=evaluations)
+    state.recipe, state.objective = minimal(eval={"every": 2}, data={"held_out": 4}), Objective
+    state.value_of, state.set_peak_rates = {"eval/lm": 2.0, "loss/lm": 2.0}.get, lambda **rates: seen.append(rates)
+    for name in ("evaluate_held_out", "mark_best"):
+        monkeypatch.setattr(f"engine.schedule.{name}", lambda *_, **__: None)
+    evaluate_start(state, schedule)
+    assert seen == [{"norms": 0.0}] * late and schedule.met == [1] * late

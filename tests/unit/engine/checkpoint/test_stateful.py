@@ -64,7 +64,7 @@ def saved_state(first: Quantization, absmax: float, clipped: int) -> dict[str, A
                 "stale": {"weight": {"b"}, "input": set()},
             },
             "events": {"events": ["max: print 0", "max: print 1"], "met_events": ["max: print 1"]},
-            "evaluations": {"last": {"eval/lm": 2.5}},
+            "evaluations": {"last": {"eval/lm": 2.5}, "step": 2},
             "skipped_steps": {"in_a_row": 2},
             "loss_scale": {"value": 4.0, "good_steps": 1},
         },
@@ -85,7 +85,8 @@ def check_loaded(found: StatefulStates, absmax: float, clipped: int) -> None:
     assert run.fake_quant.forgets and run.fake_quant.scale_steps == {"weight_scales": 3, "act_scales": 2}
     assert run.fake_quant.stale == {"weight": {"b"}, "input": set()}
     assert run.events.met == [1] and run.skipped_steps.in_a_row == 2
-    assert run.evaluations.last == {"eval/lm": 2.5} and run.evaluations.step is None
+    assert run.evaluations.last == {"eval/lm": 2.5}
+    assert (run.evaluations.before, run.evaluations.step) == (2, None)
 
 
 def test_every_owner_gets_its_state_and_gives_it_again():
