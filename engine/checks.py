@@ -1,5 +1,5 @@
-"""Checks around the optimizer step: in every step, ranks agree; in the first step, all quantized layers run and all
-trained parameters get gradients."""
+"""Checks around the optimizer step: in every step, ranks agree and there is a loss; in the first step, all quantized
+layers run and all trained parameters get gradients."""
 
 import json
 import re
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from data.loader import without_wait
+from engine.losses.objective import Objective
 from engine.state import LoopState
 from model.ranks import RankError, gather_objects, listed, raise_everywhere, reduce_over_ranks, world_size
 from quant import Quantization
@@ -68,6 +69,22 @@ def _difference(state: LoopState) -> str:
                     "them what is the same there, as losses are"
                 )
     return f"step {state.step}: the ranks differ in what events have set"
+
+
+def check_weights(state: LoopState, objective: Objective) -> None:
+    """Check that there is a loss, and a teacher if the distillation loss has a weight. Raises RankError on every rank
+    if not: weights that events set before a resume do not fit the recipe of the resumed run."""
+    if objective.kd_weight > 0 and state.session.teacher is None:
+        raise RankError(
+            f"step {state.step}: the loss kd has the weight {objective.kd_weight:g}, which an event has set before the "
+            "checkpoint, but no teacher is loaded: name one in loss.teacher and set loss.kd_weight, or set kd to 0 and "
+            f"lm above 0 by an event at step {state.step}"
+        )
+    if objective.lm_weight == objective.kd_weight == 0:
+        raise RankError(
+            f"step {state.step}: the losses lm and kd have the weight 0, one in the recipe, the other by an event "
+            f"before the checkpoint: set one of them above 0 by an event at step {state.step}"
+        )
 
 
 def check_layers_ran(quantization: Quantization) -> None:

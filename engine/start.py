@@ -23,7 +23,7 @@ from engine.cluster.job import RunLock, StopRequests
 from engine.cluster.nodes import check_shared
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
-from engine.config.reading import save_recipe
+from engine.config.reading import load_recipe, save_recipe
 from engine.fake_quant import FakeQuant, check_inputs
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import FILE, Metrics, MetricsFile, MetricsWriter, TensorBoard, Tracker, import_trackers
@@ -110,6 +110,8 @@ def start_run(
     if checkpoint is not None:
         with working(f"loading {checkpoint.path}"):
             step = load_checkpoint(session, stateful, checkpoint)
+        for line in session.overrides.replaced(load_recipe(checkpoint.path / "recipe.yaml")):
+            say(line)
     return LoopState(
         session,
         quant,

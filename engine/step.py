@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
 from data.loader import MicroBatch, model_inputs, on_device, real_tokens, valid_tokens
-from engine.checks import check_layers_ran, sum_where_ranks_agree, watch_gradients
+from engine.checks import check_layers_ran, check_weights, sum_where_ranks_agree, watch_gradients
 from engine.fake_quant import measure, observed
 from engine.losses.chunked import LossResult, chunked_losses
 from engine.losses.objective import ROUTER_AUX, Objective
@@ -27,12 +27,13 @@ from quant.observers import recomputing
 def train_step(state: LoopState) -> StepResult:
     """Run one optimizer step: forward and backward of every micro-batch, then the update; a collective. Raises
     RankError on every rank if no token has a target, events have set different values on the ranks, too many steps in a
-    row were skipped, a layer did not run or a trained parameter got no gradient in the first step, or the server of
-    ``data.kind: on_policy`` wrote no answers."""
+    row were skipped, a layer did not run or a trained parameter got no gradient in the first step, there is no
+    loss or no teacher, or the server of ``data.kind: on_policy`` wrote no answers."""
     batches = state.loader.step(state.step)
     valid, tokens = _count(state, batches)
     _set_learning_rates(state)
     objective = state.objective()
+    check_weights(state, objective)
     measures = _is_due(state, state.recipe.train.quant_stats_every) and state.quant.enabled
     with observed(state.quant) if measures else nullcontext():
         seen = state.session.quantization.seen()

@@ -12,7 +12,7 @@ after it, because the forward needs the engine's hooks.
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,6 +104,20 @@ class Overrides:
         if not wanted.get("lm", self.recipe.loss.lm_weight) and not wanted.get("kd", self.recipe.loss.kd_weight):
             raise ValueError("loss weights lm and kd: both 0, expected at least one above 0: there is no loss")
         self.loss_weights = wanted
+
+    def replaced(self, before: Recipe) -> Iterator[str]:
+        """Yield a warning for each rate and weight that differs between the recipe and ``before``, the recipe of the
+        run up to its resume, but has no effect, as an event has set another value."""
+        was, now = (peak_learning_rates(one.optim) for one in (before, self.recipe))
+        values = [
+            (f"peak learning rate of {name}", was[name], now[name], rate) for name, rate in self.peak_rates.items()
+        ]
+        for name, weight in self.loss_weights.items():
+            key = f"{name}_weight"
+            values.append((f"loss.{key}", getattr(before.loss, key), getattr(self.recipe.loss, key), weight))
+        for what, old, new, own in values:
+            if old != new != own:
+                yield f"warning: {what} (was {old:g}, is {new:g}) has no effect: an event has set {own:g}"
 
     def peaks(self) -> dict[str, float]:
         """Return the peak learning rate of every parameter group."""

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 from torch import nn
 
+from engine.checks import check_weights
 from engine.config.sections import EVENT_RATES, EventRecipe, OptimRecipe
 from engine.losses.objective import Objective
 from engine.schedule import Schedule, _measured, add_event, check_events, evaluate_start
 from engine.session.optimizer import lr_factor, peak_learning_rates
 from engine.session.session import Overrides
 from engine.state import HeldOutResults
+from model.ranks import RankError
 from quant import get_scheme, replace_layers
 from tests.lib.recipes import minimal
 from tests.lib.root import ROOT
@@ -205,6 +207,28 @@ def test_a_condition_on_what_is_never_measured_is_an_error():
     said = "schedule[1].when: 'loss/ml < 2', expected one of loss/lm, eval/lm"
     with pytest.raises(ValueError, match=re.escape(said)):
         check_events(events, quantization, [], ["loss/lm", "eval/lm"])
+
+
+def test_a_resumed_run_warns_of_options_that_events_have_replaced():
+    before = minimal(loss={"kd_weight": 0.5, "teacher": "t"})
+    recipe = minimal(loss={"lm_weight": 2.0, "kd_weight": 0.3, "teacher": "t"}, optim={"lr": 3e-6, "scale_lr": 1e-2})
+    overrides = Overrides(recipe, {"kd": 0.3, "lm": 4.0}, {"weights": 1e-6, "act_scales": 5e-3})
+    assert list(overrides.replaced(before)) == [
+        "warning: peak learning rate of weights (was 1e-05, is 3e-06) has no effect: an event has set 1e-06",
+        "warning: peak learning rate of act_scales (was 0.001, is 0.01) has no effect: an event has set 0.005",
+        "warning: loss.lm_weight (was 1, is 2) has no effect: an event has set 4",
+    ]
+
+
+def test_weights_that_events_have_set_need_a_teacher_and_a_loss_in_a_resumed_run():
+    state: Any = SimpleNamespace(step=7, session=SimpleNamespace(teacher=None))
+    check_weights(state, Objective())
+    with pytest.raises(RankError, match=r"step 7: the loss kd has the weight 0\.5, .* no teacher is loaded"):
+        check_weights(state, Objective(1.0, 0.5))
+    state.session.teacher = object()
+    check_weights(state, Objective(0.0, 0.5))
+    with pytest.raises(RankError, match="step 7: the losses lm and kd have the weight 0"):
+        check_weights(state, Objective(0.0, 0.0))
 
 
 def test_a_total_belongs_to_the_weights_that_it_was_measured_with():
