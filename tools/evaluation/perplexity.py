@@ -33,7 +33,7 @@ from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.checkpoint.load import check_headers, load_weights
 from model.console import perplexity
 from model.peft import say_left_out
-from model.quantized.quantization_config import read_json_object, weights_alone
+from model.quantized.quantization_config import is_quantized, weights_alone
 from model.ranks import RankError, errors_on_all_ranks
 from tools.compressed import load_compressed
 from tools.evaluation.results import Evaluation, Measurement, weights_size
@@ -182,8 +182,8 @@ def _is_compressed(directory: str | Path) -> bool:
     """Return True if a checkpoint is quantized in a format that training's forward can compute (not only dequantize); a
     collective."""
     with errors_on_all_ranks(OSError, ValueError):
-        config = read_json_object(Path(directory) / "config.json")
-        return "quantization_config" in config and not weights_alone(Path(directory))
+        # hf_quant_config.json alone may say it: read as a plain checkpoint, the inputs would not be quantized.
+        return is_quantized(Path(directory)) and not weights_alone(Path(directory))
 
 
 @dataclass(frozen=True)

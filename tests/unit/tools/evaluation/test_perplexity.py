@@ -15,7 +15,7 @@ from quant import SCHEMES
 from quant.linear import QuantLinear
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import CPU, edit_tensors, load_model, quantized
-from tests.lib.published import gptq_checkpoint
+from tests.lib.published import gptq_checkpoint, modelopt
 from tests.lib.tiny import tiny_checkpoint, tiny_config, tiny_model, tiny_tokenizer
 from tools.compressed import load_compressed
 from tools.evaluation.perplexity import (
@@ -267,6 +267,15 @@ def test_a_file_of_another_writer_is_what_its_codes_stand_for(tmp_path, text, ki
     expected = evaluate_text(scoring_model(plain, CPU), text, length=16).log_likelihood
     found = evaluate_text(load_for_evaluation(directory, torch.float32, CPU), text, length=16).log_likelihood
     assert found == pytest.approx(expected, rel=1e-6) and abs(before / expected - 1) > 1e-4
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_file_of_modelopt_is_not_evaluated_with_unquantized_inputs(tmp_path, inside):
+    """Wherever it says how it is quantized: in config.json, or in hf_quant_config.json alone."""
+    _, directory = modelopt(tmp_path, "fp8_static", inside=inside)
+    for evaluated in (lambda: load_for_evaluation(directory, torch.float32, CPU), lambda: check_checkpoint(directory)):
+        with pytest.raises(RankError, match="quant_method is 'modelopt', expected 'compressed-tensors'"):
+            evaluated()
 
 
 def test_first_tokens_only(tmp_path, text):
