@@ -34,6 +34,7 @@ from model.save.gguf_names import (
     gguf_package,
     in_file,
     other_values,
+    rope_factors,
     same,
     split,
 )
@@ -383,9 +384,15 @@ def _other_positions(template: Any, architecture: str, config: PretrainedConfig)
         used = _POSITIONS.get(end) if found is None else found
         if not (used == value if isinstance(value, str) else same(used, value)):
             yield f"{key} is {found}, expected {value}" if found is not None else f"it has no {key}, expected {value}"
-    has_factors = any(tensor.name == ROPE_FREQS for tensor in template.tensors)
-    if (kind in ("llama3", "proportional")) != has_factors:
-        yield f"the template has {'' if has_factors else 'no '}{ROPE_FREQS}, but rope_type is {kind!r} in config.json"
+    factors = next((tensor.data for tensor in template.tensors if tensor.name == ROPE_FREQS), None)
+    if (kind in ("llama3", "proportional")) != (factors is not None):
+        has = "no " if factors is None else ""
+        yield f"the template has {has}{ROPE_FREQS}, but rope_type is {kind!r} in config.json"
+    elif factors is not None and (expected_factors := rope_factors(config)) is not None:
+        found_factors = torch.from_numpy(factors.astype(np.float64)).flatten()
+        alike = found_factors.shape == expected_factors.shape
+        if not alike or not torch.allclose(found_factors, expected_factors, rtol=1e-4, atol=0):
+            yield f"{ROPE_FREQS} was not computed from rope_parameters {rope}"
 
 
 def _copy_metadata(template: Any, writer: Any) -> None:

@@ -1,6 +1,7 @@
 """Names, shapes and metadata of llama.cpp's architectures, and how its tensors differ from a checkpoint's."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -350,6 +351,30 @@ def other_values(value_of: Callable[[str], Any], config: PretrainedConfig) -> It
         expected = own[end] if end in own else getattr(config, attribute, None)
         if found is not None and expected is not None and not same(found, expected):
             yield f"{key} is {found}, expected {expected}{f' ({attribute})' * bool(attribute)}"
+
+
+def rope_factors(config: PretrainedConfig) -> Tensor | None:
+    """Return the divisors of RoPE's frequencies, fp64 ``[head_dim / 2]``, that llama.cpp's converter computes from
+    ``config``, the text model's configuration (Llama 3, Gemma 4); None if a file has none."""
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    if rope.get("rope_type") == "llama3":
+        powers = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        turns = rope["original_max_position_embeddings"] * rope["rope_theta"] ** -powers / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        return 1 / ((1 - smooth) / rope["factor"] + smooth)
+    if rope.get("rope_type") == "proportional":
+        size = next(
+            config.per_layer_config[index].head_dim
+            for index, kind in enumerate(config.layer_types)
+            if kind == "full_attention"
+        )
+        turned = int(size * rope.get("partial_rotary_factor", 1.0) / 2)
+        factors = torch.full((size // 2,), 1e30, dtype=torch.float64)  # the others do not turn
+        factors[:turned] = 1
+        return factors
+    return None
 
 
 def same(found: Any, expected: float | list[int]) -> bool:

@@ -437,6 +437,32 @@ def test_the_template_of_other_positions_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama, rope of llama 3", {"factor": 32.0}),
+        ("llama, rope of llama 3", {"original_max_position_embeddings": 256}),
+        ("llama, rope of llama 3", {"high_freq_factor": 8.0}),
+        ("gemma4_text", {"partial_rotary_factor": 0.5}),
+    ],
+)
+def test_the_template_with_factors_of_other_positions_is_refused(tmp_path, kind, changes):
+    """All its metadata and shapes are the same; llama.cpp would compute with the template's factors."""
+    VARIANTS[kind].checkpoint(tmp_path / "source")
+    template = gguf_template(tmp_path / "source", tmp_path / "base.gguf")
+    source, model, quantization = quantized(tmp_path, kind)
+    check_plan(model, quantization, source, layout="gguf", template=template)
+
+    def edit(config: dict) -> None:
+        rope = config["rope_parameters"]
+        rope.get("full_attention", rope).update(changes)
+
+    edit_json(source / "config.json", edit)
+    _, model, quantization = quantized(tmp_path, kind)
+    with pytest.raises(RankError, match=r"is the template of another model: rope_freqs\.weight was not computed from"):
+        check_plan(model, quantization, source, layout="gguf", template=template)
+
+
+@pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
         ("mistral, sliding window", {}, "it has sliding attention"),
