@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
@@ -24,6 +25,8 @@ MLX_MODELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lfm2", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"), ("default",)),
 }
 _WITH_WINDOWS = ("gemma4_text", "gemma4")  # of which mlx-lm computes sliding attention
+# Factors of attention with YaRN: mlx-lm ignores the first, and has other defaults for the others.
+_YARN_FACTORS = ("attention_factor", "mscale", "mscale_all_dim")
 
 
 def check_support(model: PreTrainedModel, quantization: Quantization, layout: Layout) -> None:
@@ -36,6 +39,21 @@ def check_support(model: PreTrainedModel, quantization: Quantization, layout: La
         _check_mlx(model, quantization)
     elif layout == "gpt_oss":
         _check_gpt_oss(model, quantization)
+    _check_dtypes(quantization, layout)
+
+
+def _check_dtypes(quantization: Quantization, layout: Layout) -> None:
+    """Raise ValueError for a layer in whose dtype scales are stored, if the reader rounds scales or products of this
+    dtype. GGUF needs no check here: each of its scales is compared with what fp16 holds when it is written."""
+    for name, layer in quantization.layers.items():
+        dtype, stored = layer.weight.dtype, layer.scheme.weights.scale_format == "model"
+        found = f"{name} is {str(dtype).removeprefix('torch.')}, expected"
+        if layout == "mlx" and stored and dtype == torch.float32:
+            raise ValueError(
+                f"{found} bfloat16 or float16: layout 'mlx' adds a bias to codes times scales, which fp32 rounds"
+            )
+        if layout == "executorch" and dtype != torch.bfloat16:
+            raise ValueError(f"{found} bfloat16: layout 'executorch' is for XNNPACK, which keeps scales in bf16")
 
 
 def _check_executorch(model: PreTrainedModel, quantization: Quantization) -> None:
@@ -63,8 +81,8 @@ def _check_executorch(model: PreTrainedModel, quantization: Quantization) -> Non
 
 
 def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Raise ValueError for untested model types or RoPE, sliding attention, and experts that are not all quantized as
-    stacks."""
+    """Raise ValueError for untested model types or RoPE, activations and sliding attention that mlx-lm does not
+    compute, and experts that are not all quantized as stacks."""
     kind, config = model.config.model_type, model.config.get_text_config()
     if kind not in MLX_MODELS:
         raise ValueError(
@@ -73,6 +91,12 @@ def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
         )
     if getattr(config, "enable_moe_block", False):
         raise ValueError(f"layout 'mlx' was not tested with {kind} with experts: set export.format to another layout")
+    usual = ("gelu_pytorch_tanh",) if kind.startswith("gemma") else ("silu", "swish")
+    if (found := getattr(config, "hidden_activation", getattr(config, "hidden_act", usual[0]))) not in usual:
+        raise ValueError(
+            f"layout 'mlx': mlx-lm computes {kind} with {usual[0]}, whatever config.json says, got {found!r}: set "
+            "export.format to another one"
+        )
     _check_mlx_rope(kind, getattr(config, "rope_parameters", None) or {})
     full_attention_interval(config)
     layers: list[str] = getattr(config, "layer_types", None) or []
@@ -101,6 +125,11 @@ def _check_mlx_rope(kind: str, parameters: dict[str, Any]) -> None:
             raise ValueError(
                 f"layout 'mlx' was tested for {kind} with rope_type {', '.join(MLX_MODELS[kind])}, got {found!r}: set "
                 "export.format to another one"
+            )
+        if factors := [name for name in _YARN_FACTORS if rope.get(name) is not None]:
+            raise ValueError(
+                f"layout 'mlx': rope_parameters has {', '.join(factors)}, which mlx-lm does not compute as "
+                "transformers does: set export.format to another one"
             )
         if not rope.get("truncate", True):
             raise ValueError(

@@ -397,6 +397,13 @@ def test_models_that_an_engine_does_not_compute_are_refused(layout, kind, scheme
             "computes yarn as with truncate true, got fal",
         ),
         (
+            "qwen3, yarn",
+            {"rope_parameters": {**YARN, "attention_factor": 2.0}},
+            "rope_parameters has attention_factor, which mlx-lm does not compute",
+        ),
+        ("llama", {"hidden_act": "gelu"}, "mlx-lm computes llama with silu, whatever config.json says, got 'gelu'"),
+        ("gemma4_text", {"hidden_activation": "silu"}, "computes gemma4_text with gelu_pytorch_tanh, whatever"),
+        (
             "lfm2",
             {"rope_parameters": LLAMA3},
             "tested for lfm2 with rope_type default, got 'llama3': set export.format",

@@ -88,3 +88,20 @@ def test_it_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"NaN or Inf in lm_head.weight"):
         save_quantized(broken, tmp_path / "export")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme", "dtype", "expected"),
+    [
+        ("mlx", "w4a16_g32", torch.float32, "bfloat16 or float16: layout 'mlx'"),
+        ("executorch", "8da4w", torch.float32, "bfloat16: layout 'executorch'"),
+        ("executorch", "8da4w", torch.float16, "bfloat16: layout 'executorch'"),
+    ],
+)
+def test_scales_that_a_reader_would_round_are_refused(tmp_path: Path, layout, scheme, dtype, expected) -> None:
+    """XNNPACK keeps scales in bf16; MLX adds a bias to a product, which fp32 rounds."""
+    model = prepare(tiny_model("llama", even=True, dtype=dtype), scheme)
+    with pytest.raises(RankError, match=f"q_proj is {str(dtype).removeprefix('torch.')}, expected {expected}"):
+        save_quantized(model, tmp_path / "export", layout=layout)
+    assert not (tmp_path / "export").exists()
+    save_quantized(model.bfloat16(), tmp_path / "export", layout=layout)
