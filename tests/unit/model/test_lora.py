@@ -43,7 +43,9 @@ def test_the_adapter_is_the_nearest_of_its_rank(dtype, scaling, seed):
 )
 def test_an_adapter_that_its_dtype_cannot_hold_is_refused(dtype, scaling, seed):
     quantization, _ = with_adapter(dtype, scaling)
-    with pytest.raises(RankError, match=re.escape(f"init error: 0: {dtype} cannot represent") + ".* adapter.alpha"):
+    with pytest.raises(
+        RankError, match=re.escape(f"init: error, but {dtype} cannot represent an adapter of 0 ") + ".* adapter.alpha"
+    ):
         start_from_error(quantization)
 
 

@@ -192,7 +192,8 @@ def test_a_data_set_is_its_training_files_or_those_that_are_named(hub, tmp_path)
     commit = Path(test[0][0]).parents[1].name
     assert test[1] == [f"hf://datasets/user/split@{commit}/data/test-0.jsonl"]
     assert nothing.startswith(
-        "it has no file of training samples that ends in .txt or .txt.gz or .txt.zst; hf://datasets/user/split/FILE"
+        "it has no file of training samples that ends in .txt or .txt.gz or .txt.zst; name one as "
+        "hf://datasets/user/split/FILE"
     )
     assert none.startswith("it has no c.json; ") and "a.json, b.txt" in none
     assert not {"x.pkl", "dataset_infos.json", "validation.json"} & hub.fetched()

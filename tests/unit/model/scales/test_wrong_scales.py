@@ -216,7 +216,7 @@ WAYS: dict[str, tuple] = {
     "exponents off by one": ("mxfp4", each(lambda s: s + 1), CODES + ".* 2 times"),
     # What is beside them.
     "g_idx": (INT4, put(f"{Q}.weight_g_idx", ORDER), "g_idx.*another order"),
-    "smoothing scales": (INT4, put(f"{Q}.pre_quant_scale", torch.ones(128)), "weights were smoothed"),
+    "smoothing scales": (INT4, put(f"{Q}.pre_quant_scale", torch.ones(128)), "weights of the layer were smoothed"),
     "something unknown": (INT4, put(f"{Q}.weight_offset", torch.ones(1)), "does not know it"),
     "two spellings": ("fp8_block", put(f"{Q}.weight_scale_inv", torch.ones(1, 1)), "is there twice"),
     # Configurations.
