@@ -50,6 +50,13 @@ def source_layout(directory: Path) -> Layout | None:
     return _WRITTEN.get(str(read_quantization_config(directory).get("quant_method")))
 
 
+def rounds_scales(directory: Path) -> bool:
+    """Return True if readers of a quantized checkpoint round its scales of weights and inputs to powers of two
+    (``scale_fmt: ue8m0``, as in DeepSeek-V3.1: vLLM with DeepGEMM, transformers on a GPU). Training does not. Raises
+    ValueError if the checkpoint is not quantized."""
+    return read_quantization_config(directory).get("scale_fmt") == "ue8m0"
+
+
 def is_quantized(directory: Path) -> bool:
     """Return True if a checkpoint directory has a quantization_config; False also without config.json. Raises
     ValueError as :func:`find_quantization_config`."""

@@ -386,6 +386,22 @@ def test_a_routing_bias_keeps_the_dtype_of_the_source_unless_it_changed(tmp_path
         assert (tmp_path / "again" / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("rounds", [True, False])
+def test_scales_that_readers_would_round_are_not_asked_to_be(tmp_path, capsys, rounds):
+    """DeepSeek-V3.1 says scale_fmt ue8m0. Readers then round scales of inputs, and scales that training has moved."""
+    path = deepseek(tmp_path, random.randrange(2**31))
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    if rounds:
+        edit_json(path / "config.json", quantization_config={**config, "scale_fmt": "ue8m0"})
+    model, quantization, _ = load_quantized(path)
+    check_plan(model, quantization, path, layout="vllm_fp8")
+    assert ("scale_fmt: ue8m0" in capsys.readouterr().out) == rounds
+    export_model(model, quantization, path, tmp_path / "again", layout="vllm_fp8")
+    written = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert "scale_fmt" not in written and written["weight_block_size"] == config["weight_block_size"]
+    assert_same_tensors(tmp_path / "again", path)
+
+
 @pytest.mark.parametrize("scheme", ["fp8_dynamic", "fp8_static", "w4a16_asym", "mxfp4_w4a4", "nvfp4_w4a4"])
 def test_tensors_that_an_export_would_lack_or_training_rounds_are_named(tmp_path, capsys, scheme):
     """A run names an input scale that the scheme does not use, and a norm in fp32; it names nothing of our exports."""
