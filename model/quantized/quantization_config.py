@@ -50,11 +50,11 @@ def source_layout(directory: Path) -> Layout | None:
     return _WRITTEN.get(str(read_quantization_config(directory).get("quant_method")))
 
 
-def rounds_scales(directory: Path) -> bool:
-    """Return True if readers of a quantized checkpoint round its scales of weights and inputs to powers of two
-    (``scale_fmt: ue8m0``, as in DeepSeek-V3.1: vLLM with DeepGEMM, transformers on a GPU). Training does not. Raises
-    ValueError if the checkpoint is not quantized."""
-    return read_quantization_config(directory).get("scale_fmt") == "ue8m0"
+def rounds_scales(config: Mapping[str, Any]) -> bool:
+    """Return True if a ``quantization_config`` asks readers to round scales of weights and inputs to powers of two, as
+    that of DeepSeek-V3.1 does (``scale_fmt: ue8m0``): vLLM does with DeepGEMM, transformers on a GPU. Training does not
+    round them."""
+    return config.get("scale_fmt") == "ue8m0"
 
 
 def is_quantized(directory: Path) -> bool:

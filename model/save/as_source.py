@@ -18,7 +18,7 @@ from transformers.core_model_loading import dot_natural_key
 from model.checkpoint.names import Names, module_name_on_disk, own_tensors
 from model.checkpoint.safetensors import CheckpointError, DiskTensor
 from model.quantized.checkpoint import SourceCheckpoint, parts_of
-from model.quantized.quantization_config import rounds_scales, source_layout
+from model.quantized.quantization_config import source_layout
 from model.quantized.scales import read_small_scales
 from model.ranks import errors_on_all_ranks, reduce_over_ranks
 from model.scales.grouping import INPUT_GLOBAL_SCALE, INPUT_SCALE, INVERSE, WEIGHT_SCALE, arrange, cache_keys
@@ -41,10 +41,10 @@ def is_as_source(
 ) -> bool:
     """Return True if an export of ``model`` in ``layout`` will have the format of the quantized ``checkpoint`` in
     ``directory``, and the same schemes in every layer and in the KV cache; False if ``model`` or
-    ``checkpoint`` is not quantized, if layers of ``model`` are rotated, or if the source's configuration asks readers
-    to round scales. Schemes may differ in narrow or full range."""
+    ``checkpoint`` is not quantized, or if layers of ``model`` are rotated. Schemes may differ in narrow or full
+    range."""
     coded = checkpoint.coded
-    if quantization is None or not coded or rotated_layers(quantization) or rounds_scales(directory):
+    if quantization is None or not coded or rotated_layers(quantization):
         return False
     kv_cache = next((cache.spec for cache in quantization.caches.values()), None)
     if source_layout(directory) != layout or kv_cache != checkpoint.kv_cache:

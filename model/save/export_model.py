@@ -31,7 +31,7 @@ from model.checkpoint.load import check_finite
 from model.checkpoint.safetensors import SINGLE, garbage_kept
 from model.peft import FOLDER
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
-from model.quantized.quantization_config import rounds_scales
+from model.quantized.quantization_config import read_quantization_config, rounds_scales
 from model.ranks import errors_on_all_ranks, is_main, listed, say
 from model.save.as_source import dtypes_on_disk, has_dtypes_of, is_as_source, several_input_scales, stored_dtypes
 from model.save.aside import Aside
@@ -97,16 +97,16 @@ def check_plan(
                 configuration(model, quantization, layout, items)
             if as_source:
                 _say_differences(items, checkpoint, source_dir)
-            if quantization is not None and checkpoint.coded and rounds_scales(Path(source_dir)):
-                say(
-                    f"warning: {source_dir} asks servers to round scales to powers of two (scale_fmt: ue8m0); training "
-                    "does not round them, and the export will not ask for it"
-                )
 
 
 def _say_differences(items: Sequence[Item], checkpoint: SourceCheckpoint, source: str | Path) -> None:
-    """Warn of tensors of ``source`` that an export in the source's format would lack, and name those that the model has
-    in a shorter dtype."""
+    """Warn of tensors of ``source`` that an export in the source's format would lack and of scales that its readers
+    round, and name the tensors that the model has in a shorter dtype."""
+    if rounds_scales(read_quantization_config(Path(source))):
+        say(
+            f"warning: {source} asks servers to round scales to powers of two (scale_fmt: ue8m0); training does not "
+            "round them, and the export will not ask for it"
+        )
     written = {key for item in items for key in item.shapes}
     if unused := sorted(checkpoint.beside.keys() - written):
         say(

@@ -15,7 +15,7 @@ from model.build import UNTIED
 from model.checkpoint.names import Names, module_name_on_disk
 from model.checkpoint.safetensors import INDEX
 from model.families import text_part
-from model.quantized.quantization_config import MODELOPT_FILE, read_json_object
+from model.quantized.quantization_config import MODELOPT_FILE, read_json_object, rounds_scales
 from model.ranks import listed, naming
 from model.save.aside import sync
 from model.save.mlx_models import add_mlx_entries
@@ -67,15 +67,18 @@ def write_config(
     dtype: torch.dtype | None,
 ) -> None:
     """Write config.json: the source's, with ``dtype`` (None keeps the source's) and the quantization_config that
-    describes the tensors of ``items`` (``as_source`` keeps the source's); for ``modelopt`` also hf_quant_config.json.
+    describes the tensors of ``items`` (``as_source`` keeps the source's, without the key of :func:`rounds_scales`); for
+    ``modelopt`` also hf_quant_config.json.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
     attention implementation) do not leak into it. If nothing is to edit, it is copied.
     """
     config = read_json_object(source / "config.json")
-    for part in () if as_source else (config, config.get("text_config") or {}):  # composite models may have it there
-        for key in ("quantization_config", "quantization"):
+    for part in (config, config.get("text_config") or {}):  # composite models may have it there
+        for key in () if as_source else ("quantization_config", "quantization"):
             part.pop(key, None)
+        if rounds_scales(kept := part.get("quantization_config") or {}):
+            del kept["scale_fmt"]
     # Older checkpoints spell it torch_dtype, which older readers need.
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
