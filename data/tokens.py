@@ -73,8 +73,9 @@ class OffsetTokenizer:
         return len(text) > size and len(self.one(text[:size]).ids) > 2 * tokens
 
     def one(self, text: str, spelled: Sequence[Span] = ()) -> Tokens:
-        """Tokenize a text; ``spelled`` are the ranges of the special tokens that contents spell out, in order. Raises
-        TokenizerError if the tokenizer refuses the text, and the errors of :meth:`with_text`."""
+        """Tokenize a text. ``spelled`` are the ranges, in order, of the special tokens that messages contain as text:
+        they become plain text if the class got ``spelled_as_text=True``, else special tokens. Raises TokenizerError if
+        the tokenizer refuses the text, and the errors of :meth:`with_text`."""
         with named_errors():
             tokens = _tokens(self._backend.encode(text, add_special_tokens=False))
         return self.with_text(text, tokens, spelled)

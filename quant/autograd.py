@@ -147,10 +147,11 @@ def _learns(scale: Scale | None) -> bool:
 
 
 class Arguments(NamedTuple):
-    """Tensor arguments of :class:`QuantLinearFunction`, which follow its argument ``plan``; also the tensors that it
-    saves for backward. A field is None if the layer has no such tensor, or does not save it.
+    """Tensor arguments of :class:`QuantLinearFunction`, after its first argument ``plan``. The same fields hold the
+    tensors that it saves for backward. A field is None if the layer has no such tensor, or does not save it.
 
-    ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`. Saved are ``x`` (the input or its codes),
+    ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`, and ``offsets`` are those of
+    :func:`quant.gemm.linear`. Saved are ``x`` (the input or its codes),
     the weight with its codes, scales and adapter, the scale of the input, ``mask``, ``scales`` and ``offsets``.
     """
 

@@ -76,8 +76,10 @@ def check_budget(parts: Sequence[LayerSet], budget_bits: float) -> None:
 
 
 def allocate(parts: Sequence[LayerSet], budget_bits: float) -> list[str]:
-    """Return the name of the chosen scheme of each part, such that all weights together have at most ``budget_bits``
-    bits on average. Raises ValueError if the smallest options do not fit; the message names the required budget."""
+    """Choose a scheme for each part, so that the sum of the options' costs is small and all weights together have at
+    most ``budget_bits`` bits on average; return the schemes' names. Greedy: starts from the smallest options, and takes
+    the step that saves the most cost per bit as long as one fits. Raises ValueError if the smallest options do not fit;
+    the message names the required budget."""
     check_budget(parts, budget_bits)
     hulls = [_hull(part.options) for part in parts]
     chosen = [0] * len(parts)

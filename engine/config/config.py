@@ -573,8 +573,7 @@ def _decoupled_scales(r: Recipe) -> Contradictions:
     if r.adapter.on:
         yield "adapter.kind", f"none with {option}: the codes of a sum of weight and adapter train already"
     if r.quant.scales_follow_weights:
-        reason = "the weights are frozen, and their scales learn"
-        yield "quant.scales_follow_weights", f"false with {option}: {reason}"
+        yield "quant.scales_follow_weights", f"false with {option}: the weights are frozen and their scales learn"
 
 
 def _changed_weights(r: Recipe) -> Contradictions:

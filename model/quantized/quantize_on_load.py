@@ -191,9 +191,9 @@ class PackedTensor:
     def values(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(offset, elements)``, with the offset from ``start``, for the elements [start, start + count) of the
-        packed rows; ``dtype`` is the Parameter's. Raises CheckpointError if a scale is invalid, or if dequantized
-        values would quantize to other codes."""
+        """Yield ``(offset, elements)`` of the packed Parameter, which holds the bytes of codes as elements of its dtype
+        ``dtype``: its flat elements [start, start + count), with the offset from ``start``. Raises CheckpointError if a
+        scale is invalid, or if the codes, once decoded to ``dtype``, would quantize to others."""
         columns, width = self.coded.shape[1], self.held.row_bytes // dtype.itemsize
         for rows in row_chunks(start // width * columns, -(-(start + count) // width) * columns, columns):
             codes, _ = self.coded.checked_rows(reader, rows, dtype, device)

@@ -147,9 +147,9 @@ def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, ins
     """Add the products of some rows of a Linear to ``sums``, in place.
 
     Args:
-        sums: totals of w w, w d, (w - r)^2 and (w - d)^2, with weight w, rounded weight r and decoded weight d; then
-            for each scale the sums of w w, w d and d d without clipped weights, and with zero points also the sums of
-            w, d and 1.
+        sums: fp64 ``[n]``. First the 4 totals of w w, w d, (w - r)^2 and (w - d)^2, with w, r and d the ``weight``,
+            ``rounded`` and ``decoded`` of :class:`Values`. Then per scale, without clipped weights: all sums of w w,
+            then all of w d, then all of d d; with zero points also of w, d and 1.
         part, spec: the Linear, and its quantization.
         row: index in the Linear of the first of these rows.
         inside: range of the flattened rows' elements that this rank has; rows may begin or end on another rank.
