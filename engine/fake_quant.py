@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from data.loader import MicroBatch, sample_inputs
+from engine.config.config import Recipe
 from engine.session.session import Session
 from model.console import progress_bar
 from model.quantized.quantization_config import is_quantized
@@ -304,21 +305,21 @@ class FakeQuant:
     def _begin(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
         """Activate scale groups (owners by kind): set the thetas of outdated groups to 0, and measure their scales."""
         stale = {kind: owners[kind] & self.stale[kind] for kind in owners}
-        self._warn_of_lost_scales(stale["weight"])
+        recipe, inputs = self.session.recipe, stale["input"] - self.session.uncalibrated
+        self._warn_of_lost_scales("weight", stale["weight"], recipe.quant.scales_brought_by())
+        self._warn_of_lost_scales("input", inputs, files_of_input_scales(recipe) or "quant.initial_input_scale")
         for kind, begun in stale.items():
             self._restart(kind, begun)
         self._write(stale, batches)
         for kind, measured in stale.items():
             self.stale[kind] -= measured
 
-    def _warn_of_lost_scales(self, owners: set[str]) -> None:
-        """Warn if weight scales from files or from quant.init are measured again, and so lost."""
-        key = self.session.recipe.quant.scales_brought_by()
-        if owners and key is not None:
+    def _warn_of_lost_scales(self, kind: str, owners: set[str], source: str | None) -> None:
+        """Warn that scales which ``source`` provided are measured again, and so lost; None: they were measured."""
+        if owners and source is not None:
             say(
-                f"warning: weight scales that {key} gave are lost: {len(owners)} of "
-                f"{len(self.quantization.weight_groups)} are measured again, since the model has trained while their "
-                "fake quant was off"
+                f"warning: {kind} scales that {source} gave are lost: {len(owners)} of {len(self._groups(kind))} are "
+                "measured again, since the model has trained while their fake quant was off"
             )
 
     def _rest(self, owners: dict[str, set[str]]) -> None:
@@ -377,12 +378,18 @@ class FakeQuant:
 MOST_CLIPPED, TOO_LARGE = 0.1, 256.0
 
 
+def files_of_input_scales(recipe: Recipe) -> str | None:
+    """Return the checkpoint directory that input, key and value scales are read from; None if there is none."""
+    given = recipe.quant.start or recipe.quant.scales
+    return given or (recipe.model.path if is_quantized(Path(recipe.model.path)) else None)
+
+
 def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]]) -> None:
     """Run each rank's first training micro-batch, ``first(1)``, to check the input scales that were read from files; a
     collective. Call it after calibration. Raises RankError on every rank if a scale cannot belong to the inputs."""
     quant = session.recipe.quant
-    source = quant.start or quant.scales or session.recipe.model.path
-    if not (quant.start or quant.scales or is_quantized(Path(source))):
+    source = files_of_input_scales(session.recipe)
+    if source is None:
         return
     owners = {group.owner for group in session.quantization.input_groups} - session.uncalibrated
     if quant.initial_input_scale is not None:  # groups without a scale in the files have this one

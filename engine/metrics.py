@@ -23,11 +23,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from google.protobuf.json_format import MessageToDict
-from matplotlib.figure import Figure
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary as EventSummary
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -37,6 +36,9 @@ from engine.config.config import Recipe, recipe_options
 from engine.config.hub import named
 from model.console import figure
 from model.ranks import errors_on_all_ranks, is_main, say
+
+if TYPE_CHECKING:  # half a second to import, which only a picture needs
+    from matplotlib.figure import Figure
 
 _LIMITS = 1e-12 * 1.1 ** np.arange(774)
 EDGES = np.concatenate([-_LIMITS[::-1], [0.0], _LIMITS])  # of all histograms, so that TensorBoard can compare steps
@@ -53,7 +55,7 @@ class MetricsWriter:
     def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
         """Add a histogram of finite values, at least one."""
 
-    def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
+    def picture(self, tag: str, draw: Callable[[], "Figure"], step: int) -> None:
         """Add the picture that ``draw`` returns."""
 
     def results(self, recipe: Recipe, results: Mapping[str, float], step: int) -> None:
@@ -96,7 +98,7 @@ class Metrics:
             for writer in self._writers:
                 writer.histogram(tag, finite, step)
 
-    def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
+    def picture(self, tag: str, draw: Callable[[], "Figure"], step: int) -> None:
         """Add the picture that ``draw`` returns."""
         for writer in self._writers:
             writer.picture(tag, draw, step)
@@ -243,7 +245,7 @@ class TensorBoard(MetricsWriter):
         """Add a histogram whose bucket limits are ``EDGES``."""
         self._write(histogram(tag, np.array(values), EDGES), step)
 
-    def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
+    def picture(self, tag: str, draw: Callable[[], "Figure"], step: int) -> None:
         """Add the picture that ``draw`` returns."""
         figure, png = draw(), io.BytesIO()
         figure.savefig(png, format="png")

@@ -8,22 +8,25 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from engine.checkpoint.find import best_checkpoint
 from engine.config.errors import RecipeError
 from engine.fake_quant import QuantStats
+from engine.losses.objective import DIAGNOSTICS
 from engine.metrics import Metrics, Summary
 from engine.state import LoopState, StepResult
 from model.checkpoint.safetensors import parse_json
 from model.console import progress_bar
 from model.ranks import is_main, say, world_size
 from model.zero import gradient_buffers, master_weights, partitions, secondary_partitions, swap_buffers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(?P<index>\d+)\.(?P<place>.+)")
 _EXPERT = re.compile(r"\.\d+\.")
@@ -60,6 +63,8 @@ class RunReport:
             log_quantization(last.quantization, state.metrics, state.step)
         if state.step % state.recipe.train.log_every == 0:
             state.log(_figures(state, last, speed))
+        elif measured := _measured_rarely(last):
+            state.log(measured)
 
     def trained(self, state: LoopState) -> None:
         """Close the progress bar after the last step and, on rank 0, write memory.json."""
@@ -94,6 +99,13 @@ def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, floa
         "train/epoch": state.loader.epoch_of(state.step),
         **state.loader.curves,
     }
+
+
+def _measured_rarely(step: StepResult) -> dict[str, float]:
+    """Collect the scalars that only some steps have, by tag: diagnostics, and the norms of weights and of scales."""
+    diagnostics = {f"kd/{name}" for name in DIAGNOSTICS}
+    found = {tag: value for tag, value in step.losses.items() if tag in diagnostics}
+    return {**found, **_grad_norms(step)} if step.scale_grad_norm is not None else found
 
 
 def _grad_norms(step: StepResult) -> dict[str, float]:
@@ -151,12 +163,14 @@ def decibels(relative_error: float) -> float:
     return float(10 * np.log10(max(relative_error, 1e-10)))
 
 
-def error_picture(errors: dict[str, float], step: int) -> Figure:
+def error_picture(errors: dict[str, float], step: int) -> "Figure":
     """Draw the weights' errors (dB, by layer name): decoder layers from left to right, modules of a layer from top to
     bottom.
 
     The same module of all experts is one square, with their mean error. Layers outside the decoder are left out.
     """
+    from matplotlib.figure import Figure
+
     squares: dict[tuple[str, int], list[float]] = {}
     for name, error in errors.items():
         if match := _LAYER.fullmatch(name):

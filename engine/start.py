@@ -13,6 +13,7 @@ from engine.checkpoint.find import (
     TrainingCheckpoint,
     check_resumable,
     check_samples,
+    no_steps_left,
     other_commits,
     verify_checkpoint,
     without_effect,
@@ -110,7 +111,8 @@ def start_run(
     if checkpoint is not None:
         with working(f"loading {checkpoint.path}"):
             step = load_checkpoint(session, stateful, checkpoint)
-        for line in session.overrides.replaced(load_recipe(checkpoint.path / "recipe.yaml")):
+        replaced = session.overrides.replaced(load_recipe(checkpoint.path / "recipe.yaml"))
+        for line in (*replaced, *no_steps_left(checkpoint, recipe)):
             say(line)
     return LoopState(
         session,
@@ -217,6 +219,6 @@ def _measured(recipe: Recipe, token_losses: Sequence[str]) -> list[str]:
     names = [f"loss/{part}" for part in (*parts, *kd)]
     names += [f"kd/{name}" for name in DIAGNOSTICS] if kd and recipe.loss.diagnostics_every else []
     if recipe.eval.every:
-        seen = [] if recipe.teacher_kind() == "cache" else kd
-        names += [f"eval/{part}" for part in (*parts, *seen, "perplexity")]
+        cached = recipe.teacher_kind() == "cache"  # has no output for held-out samples
+        names += [f"eval/{part}" for part in (*parts[cached:], *([] if cached else kd), "perplexity")]
     return names

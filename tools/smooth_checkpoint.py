@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from data.samples import load_tokenizer
 from model.checkpoint.safetensors import CheckpointError, Reader, read_tensor
-from model.ranks import errors_on_all_ranks, is_main, reduce_over_ranks, world_size
+from model.ranks import RankError, errors_on_all_ranks, is_main, listed, reduce_over_ranks, world_size
 from model.save.aside import Aside
 from tools.evaluation.perplexity import default_length, load_for_evaluation, read_eval_text
 from tools.evaluation.score import reference_of, rolling_windows
@@ -100,7 +100,13 @@ def measure_norm_outputs(
         if (key := f"{name.removeprefix('module.')}.weight") in norms:  # the prefix: of DeepSpeed's engine
             watch(key, module)
     reference_of(model, rolling_windows(sample.token_ids, sample.prefix, default_length(model)), batch_size=1)
-    return {key: reduce_over_ranks(maxima[key], dist.ReduceOp.MAX).double().cpu() for key in norms}
+    # A MAX reduction may drop NaN; Inf survives it.
+    found = {key: torch.where(maxima[key].isnan(), torch.inf, maxima[key]) for key in norms}
+    found = {key: reduce_over_ranks(largest, dist.ReduceOp.MAX).double().cpu() for key, largest in found.items()}
+    bad = [key for key, largest in found.items() if not largest.isfinite().all()]
+    if bad:
+        raise RankError(f"{source}: the outputs of {listed(bad, 3)} have NaN or Inf on {text}: check the checkpoint")
+    return found
 
 
 def smooth_factors(maxima: Tensor, strength: float) -> Tensor:

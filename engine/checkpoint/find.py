@@ -210,6 +210,15 @@ def without_effect(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[s
             yield f"warning: {key} (was {was!r}, is {now!r}) has no effect: {checkpoint.path} has its own values"
 
 
+def no_steps_left(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[str]:
+    """Yield a warning if the checkpoint has as many steps as the run shall have, or more."""
+    if checkpoint.step >= recipe.train.steps:
+        yield (
+            f"warning: {checkpoint.path} has {checkpoint.step} steps, and train.steps is {recipe.train.steps}: no step "
+            "is left to train"
+        )
+
+
 def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
     """Refuse training samples, given by their digest, that are not those of the checkpoint's run; a collective.
 

@@ -163,10 +163,14 @@ class Objective:
 
     def report(self, means: Mapping[str, float]) -> dict[str, float]:
         """Convert the means of losses and diagnostics, by name, to logged values: first the weighted total, then each
-        mean under its tag."""
-        weights = {**self.weights(), ROUTER_AUX: 1.0}
-        total = sum(weight * means[part] for part, weight in weights.items() if weight and part in means)
-        return {"loss/total": total, **{self.tag(part): value for part, value in means.items()}}
+        mean under its tag. No total if a weighted loss was not measured: a cached teacher has no output for held-out
+        samples."""
+        weights = {part: weight for part, weight in self.weights().items() if weight}
+        tagged = {self.tag(part): value for part, value in means.items()}
+        if weights.keys() - means.keys():
+            return tagged
+        router = {ROUTER_AUX: 1.0} if ROUTER_AUX in means else {}
+        return {"loss/total": sum(weight * means[part] for part, weight in {**weights, **router}.items()), **tagged}
 
 
 class TopK(NamedTuple):

@@ -120,6 +120,20 @@ def test_observers_that_saw_nothing_are_not_blamed_on_the_layers(fp8):
     assert "quant.exempt" not in str(error.value)
 
 
+def test_scales_of_files_are_not_lost_without_a_line(fp8, capsys):
+    """Those of inputs that were measured are measured again without one."""
+    owners = [group.owner for group in fp8.quantization.input_groups]
+    measured, recipe = frozenset(owners[:2]), minimal(quant={"scheme": "fp8_static", "scales": "ptq"})
+    session = {"quantization": fp8.quantization, "uncalibrated": measured, "recipe": recipe, "model": fp8.model}
+    quant = FakeQuant(SimpleNamespace(engine=fp8.model, device=CPU, overrides=None, **session))
+    quant.stale = {"weight": set(), "input": set(owners[:3])}
+    quant.quantization.observe(False)
+    quant._restart = lambda *_: None  # no learned scales
+    quant.measure(fp8.batches)
+    line = f"warning: input scales that ptq gave are lost: 1 of {len(owners)} are measured again"
+    assert line in capsys.readouterr().out
+
+
 def test_decoupled_scales_start_again_with_the_scales_that_are_measured(tmp_path):
     """A scale that is measured with the factor in the weight would contain the factor, and decode with it."""
     model = load_model(tiny_checkpoint(tmp_path, "qwen3"))
@@ -132,7 +146,13 @@ def test_decoupled_scales_start_again_with_the_scales_that_are_measured(tmp_path
     thetas = [one for layer in layers.values() for one in (layer.weight_theta, layer.adapter.code_theta)]
     recipe = minimal(quant={"scheme": "w4a16_channel", "decoupled_scales": True}, learnable={"norm": True})
     engine = SimpleNamespace(optimizer=torch.optim.AdamW([{"params": thetas, "name": "weight_scales"}]))
-    parts = {"quantization": quantization, "overrides": None, "uncalibrated": (), "recipe": recipe, "model": model}
+    parts = {
+        "quantization": quantization,
+        "overrides": None,
+        "uncalibrated": frozenset(),
+        "recipe": recipe,
+        "model": model,
+    }
     quant = FakeQuant(SimpleNamespace(engine=engine, **parts))
 
     def evaluate() -> None:

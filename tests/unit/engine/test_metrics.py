@@ -139,13 +139,15 @@ engine = SimpleNamespace(optimizer=optimizer, skipped_steps=0)
 state = SimpleNamespace(
     recipe=minimal(output_dir=sys.argv[1], train={"log_every": 9}), model=model, step=0, metrics=Metrics([]),
     session=SimpleNamespace(engine=engine, device=torch.device("cpu")), evaluation={}, evaluations=HeldOutResults(),
-    last=StepResult({"loss/total": 1.0}, 1, 1, None, None, False, False, None, None),
+    last=StepResult({"loss/total": 1.0}, 1, 1, 5.0, None, False, False, None, None),
+    log=lambda values: print("logged", state.step, values),
 )
 report = RunReport(state)
 for state.step in (1, 2):
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     report.step(state, 1.0)
+    state.last = StepResult({"loss/total": 1.0, "kd/forward_kl": 2.0}, 1, 1, 5.0, 3.0, False, False, None, None)
 report.trained(state)
 before, kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
 while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 50_000:
@@ -155,9 +157,12 @@ report.end(state, Path(sys.argv[1], "checkpoints"))
 
 
 def test_the_last_lines_and_memory_json_have_the_same_peak(tmp_path):
-    """That of training, also where more memory is used later."""
+    """That of training, also where more memory is used later. Beside it: between two points of the curves, only what
+    few steps measure is logged."""
     ended = run_python(ENDS, tmp_path)
     assert ended.returncode == 0, ended.stderr
+    rare = {"kd/forward_kl": 2.0, "train/grad_norm": 5.0, "train/grad_norm_scales": 3.0, "train/grad_norm_weights": 4.0}
+    assert [line for line in ended.stdout.splitlines() if line.startswith("logged")] == [f"logged 2 {rare}"]
     peak = read_measured(tmp_path / "memory.json").peak
     assert f"\npeak memory of rank 0 while training: {peak / 1e9:.2f} GB\n" in ended.stdout
 

@@ -92,6 +92,7 @@ BAD = {
     "quantized": "is quantized, and cannot be smoothed: take the unquantized checkpoint",
     "missing": r"missing: .*mlp.up_proj.weight",
     "range": r"mlp.up_proj.weight would leave the range of torch.float16: set a lower --strength",
+    "infinite": r"the outputs of model.layers.1.input_layernorm.weight, .* have NaN or Inf on .*text: check the che",
     "text": "text: no text to evaluate on",
     "destination": "is a file, expected a directory",
 }
@@ -100,7 +101,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case: str, tmp_path: Path) -> None:
     """One line that names it, and nothing written."""
-    source = sampled(tmp_path, "llama", torch.float16)
+    source = sampled(tmp_path, "llama", torch.bfloat16 if case == "infinite" else torch.float16)
     if case == "family":
         edit_json(source / "config.json", model_type="gemma")
     if case == "quantized":
@@ -110,6 +111,8 @@ def test_bad_input(case: str, tmp_path: Path) -> None:
         change(source, lambda t: t.pop(UP))
     if case == "range":
         change(source, lambda t: (t[LAYER + "post_attention_layernorm.weight"][3:4].fill_(99), t[UP].fill_(6e4)))
+    if case == "infinite":
+        change(source, lambda t: t[LAYER + "input_layernorm.weight"].fill_(3e38))
     if case == "text":
         (tmp_path / "text").write_text(" \n")
     if case == "destination":

@@ -16,6 +16,7 @@ from engine.checkpoint.find import (
     changes,
     check_resumable,
     check_samples,
+    no_steps_left,
     read_step_directory,
     stays,
     without_effect,
@@ -80,6 +81,15 @@ def test_options_that_only_start_a_run_are_named(tmp_path):
         f"warning: adapter.start (was None, is 'other') has no effect: {step} has its own values",
     ]
     assert all(key.partition(".")[2] in MAY_CHANGE[key.partition(".")[0]] for key in FIRST_VALUES)
+
+
+def test_a_run_that_has_no_step_left_is_named(tmp_path):
+    step = write_step(tmp_path, 7)
+    found, wanted = read_step_directory(step), recipe(tmp_path)
+    for steps, left in ((8, True), (7, False), (5, False)):
+        wanted.train.steps = steps
+        line = f"warning: {step} has 7 steps, and train.steps is {steps}: no step is left to train"
+        assert list(no_steps_left(found, wanted)) == ([] if left else [line])
 
 
 @pytest.mark.parametrize(

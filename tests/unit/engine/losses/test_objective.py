@@ -86,6 +86,16 @@ def test_the_defaults_are_those_of_a_recipe():
     assert LossRecipe(kd="kl", top_k=100).objective(lm=1.0, kd=0.0).kd == Distillation("kl")
 
 
+def test_no_total_without_a_weighted_loss():
+    """A cached teacher has no output for held-out samples; a loss without weight may be missing."""
+    means = {"lm": 2.0, "router_aux": 0.25}
+    for lm, kd, total in ((0.5, 0.0, 1.25), (0.5, 1.0, None), (0.0, 1.0, None)):
+        found = Objective(lm, kd, Distillation("kl")).report(means)
+        assert found.pop("loss/total", None) == total and found == {"loss/lm": 2.0, "loss/router_aux": 0.25}
+    whole = Objective(0.5, 2.0, Distillation("kl")).report({**means, "kd": 3.0})
+    assert whole == {"loss/total": 7.25, "loss/lm": 2.0, "loss/kd/kl": 3.0, "loss/router_aux": 0.25}
+
+
 @pytest.mark.parametrize("tail", [False, True])
 def test_a_cached_teacher_is_the_one_that_it_was_made_of(seed, tail):
     case = Case(vocabulary=30)
