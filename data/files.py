@@ -315,7 +315,7 @@ def _saved_batches(path: Path) -> Iterator[tuple[Any, int]]:
     for file in state["_data_files"]:
         with pyarrow.OSFile(str(path / file["filename"])) as source, pyarrow.ipc.open_stream(source) as batches:
             for batch in batches:
-                if columns := state.get("_format_columns"):
+                if (columns := state.get("_format_columns")) and not state.get("_output_all_columns"):
                     batch = batch.select(columns)
                 yield batch, before + source.tell()
         before += (path / file["filename"]).stat().st_size

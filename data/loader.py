@@ -253,6 +253,16 @@ def sample_inputs(batch: MicroBatch) -> Iterator[torch.Tensor]:
         yield batch["input_ids"][row : row + 1, start:end]
 
 
+def token_positions(batch: MicroBatch) -> torch.Tensor | None:
+    """Return the positions of a micro-batch that have tokens, bool [rows, T]; None if there is no padding."""
+    if real_tokens(batch) == batch["input_ids"].numel():
+        return None
+    mask = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+    for row, start, end in batch["spans"].tolist():
+        mask[row, start:end] = True
+    return mask
+
+
 def real_tokens(batch: MicroBatch) -> int:
     """Count the tokens of all samples in a micro-batch, without padding."""
     return int((batch["spans"][:, 2] - batch["spans"][:, 1]).sum())

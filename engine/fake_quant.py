@@ -7,7 +7,7 @@ statistics of the quantization while training: scales, clipped shares and the er
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from data.loader import MicroBatch, sample_inputs
+from data.loader import MicroBatch, sample_inputs, token_positions, without_wait
 from engine.config.config import Recipe
+from engine.session.context import rows_of
 from engine.session.session import Session
 from model.console import progress_bar
 from model.quantized.quantization_config import is_quantized
@@ -35,7 +36,7 @@ from model.zero import forward_only, reset_moments, reset_optimizer_state, zero_
 from quant import Quantization, ScaleGroup, weights_changed
 from quant.decoupled import DecoupledScale
 from quant.lora import without_adapters
-from quant.observers import scale_from_histogram
+from quant.observers import only_tokens, scale_from_histogram
 from quant.rules import exempt_line
 from quant.scale import first_input_scale
 
@@ -142,6 +143,16 @@ def watch_inputs(forward: nn.Module, quantization: Quantization, batch: MicroBat
         for _ in range(most - len(samples)):
             with forward_only(forward):
                 forward(input_ids=batch["input_ids"][:1, :2].to(device), use_cache=False)
+
+
+def observing_tokens(session: Session, batch: MicroBatch) -> AbstractContextManager[None]:
+    """Context in which observers ignore the padding of ``batch``, which is on the host."""
+    mask = token_positions(batch) if session.quantization.observing else None
+    if mask is not None and (rows := rows_of(session.recipe)) is not None:
+        mask = mask[:, rows.share(mask.shape[1])]
+    if mask is None:
+        return nullcontext()
+    return only_tokens(without_wait(mask, session.device), int(mask.sum()))
 
 
 # Kind of scale group -> the parameter group of its thetas.

@@ -187,7 +187,13 @@ class LoopState:
 
     def set_peak_rates(self, **rates: float) -> None:
         """Set peak learning rates by parameter group (weights, embeddings, norms, biases, weight_scales, act_scales,
-        adapters). Raises ValueError if a group is unknown, or a rate negative."""
+        adapters). Raises ValueError if a group is unknown or has no trained parameter, or a rate is negative."""
+        trained = [group["name"] for group in self.session.engine.optimizer.param_groups]
+        for name in rates:
+            if name not in trained:
+                raise ValueError(
+                    f"learning rate {name}: no parameter of this group trains, expected one of {', '.join(trained)}"
+                )
         self.session.overrides.set_peak_rates(**rates)
 
     def set_loss_weights(self, **weights: float) -> None:

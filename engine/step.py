@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from data.loader import MicroBatch, model_inputs, on_device, real_tokens, valid_tokens
 from engine.checks import check_layers_ran, check_weights, sum_where_ranks_agree, watch_gradients
-from engine.fake_quant import measure, observed
+from engine.fake_quant import measure, observed, observing_tokens
 from engine.losses.chunked import LossResult, chunked_losses
 from engine.losses.objective import ROUTER_AUX, Objective
 from engine.losses.teacher import CachedTeacher
@@ -116,8 +116,10 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
         engine.optimizer.loss_scale = session.loss_scale.value
     sums: dict[str, Tensor] = {}
     untouched = watch_gradients(session.model) if state.last is None else None
-    for batch in (on_device(each, session.device) for each in batches):
-        losses = micro_batch_losses(session, batch, objective, scale=scale, diagnostics=diagnostics)
+    for given in batches:
+        batch = on_device(given, session.device)
+        with observing_tokens(session, given):
+            losses = micro_batch_losses(session, batch, objective, scale=scale, diagnostics=diagnostics)
         if state.last is None:
             check_layers_ran(session.quantization)
         sums = {name: sums.get(name, 0) + value for name, value in losses.sums.items()}

@@ -22,12 +22,11 @@ from dataclasses import replace
 from data.loader import Loader
 from engine.config.config import Recipe
 from engine.config.sections import ParallelRecipe
-from engine.fake_quant import calibrate_inputs
+from engine.fake_quant import FakeQuant
 from engine.session.context import RunContext, build_loader, start_ranks
 from engine.session.session import CheckedModels, Session, build_session, check_models
 from engine.session_export import check_export, check_exportable, export
 from launch.exits import clean_exit, recipe_or_exit
-from model.ranks import say
 
 
 def main() -> None:
@@ -50,13 +49,11 @@ def calibrate(recipe: Recipe) -> None:
 
 def calibrated(recipe: Recipe, context: RunContext, models: CheckedModels) -> tuple[Session, Loader]:
     """Build the quantized model in its engine, with all scales in place, and the loader; a collective."""
-    recipe = replace(recipe, parallel=ParallelRecipe())  # only training shares rows; else each rank has its own
+    # Only training shares rows and resumes.
+    recipe = replace(recipe, parallel=ParallelRecipe(), train=replace(recipe.train, resume=False))
     loader, _ = build_loader(recipe, context.tokenizer, models.tokens)
     session = build_session(recipe, context, None, loader.first, optimizer=False)
-    if session.uncalibrated:
-        say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
-        batches = loader.first(recipe.quant.calibration_batches)
-        calibrate_inputs(session.engine, session.quantization, session.uncalibrated, batches, session.device)
+    FakeQuant(session).calibrate(loader.first(recipe.quant.calibration_batches))
     return session, loader
 
 

@@ -58,11 +58,30 @@ def recomputing() -> Iterator[None]:
         _Recomputing.now = False
 
 
+class _Tokens:
+    """Positions of a batch that have tokens, bool [B, T], and their number; None if all have."""
+
+    mask: Tensor | None = None
+    count = 0
+
+
+@contextmanager
+def only_tokens(mask: Tensor, count: int) -> Iterator[None]:
+    """Context for a forward of a padded batch: observers ignore its padding, which is never served. ``mask``: bool
+    [B, T], on the inputs' device, True at the ``count`` positions that have tokens."""
+    _Tokens.mask, _Tokens.count = mask, count
+    try:
+        yield
+    finally:
+        _Tokens.mask = None
+
+
 class Observer:
     """Statistics of one input; a plain object, shared by the layers that share the input's scale.
 
     These layers read the same tensor (q, k and v) or different tokens (experts). Counting one tensor three times
-    changes neither a maximum nor a ratio.
+    changes neither a maximum nor a ratio. Padding (:func:`only_tokens`) is ignored where the input has the shape
+    ``[B, T, features]`` or ``[B, heads, T, features]``; the rows of experts have no positions, and all of them count.
 
     Attributes:
         spec: number format of the input.
@@ -92,13 +111,17 @@ class Observer:
         :func:`recomputing`."""
         if _Recomputing.now or x.numel() == 0:  # an expert without tokens
             return
+        count, tokens = x.numel(), _mask_for(x)
+        if tokens is not None:
+            x, count = x.detach().masked_fill(~tokens, 0), count // tokens.numel() * _Tokens.count
         self.absmax = torch.maximum(self.absmax.to(x.device), kernels.amax(x)[0])
         if self.histogram is not None:
             bits = x.detach().to(torch.bfloat16).abs().view(torch.int16).flatten()
             self.histogram = self.histogram.to(x.device) + torch.bincount(bits.int() >> _DROPPED, minlength=BINS)
+            self.histogram[0] -= x.numel() - count
         if scale is not None:
             self.clipped = self.clipped.to(x.device) + (~inside_range(x, scale, self.spec)).sum()
-            self.total += x.numel()
+            self.total += count
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the statistics as CPU tensors, for a checkpoint and :meth:`load_state_dict`."""
@@ -110,6 +133,17 @@ class Observer:
         self.absmax, self.clipped, self.total = state["absmax"], state["clipped"], int(state["total"])
         if self.histogram is not None:
             self.histogram = state["histogram"]
+
+
+def _mask_for(x: Tensor) -> Tensor | None:
+    """Return the mask of the batch's tokens, broadcastable to ``x``; None without one, or if ``x`` has no positions."""
+    mask = _Tokens.mask
+    if mask is None or x.dim() not in (3, 4):
+        return None
+    positions = x.shape[:2] if x.dim() == 3 else (x.shape[0], x.shape[2])
+    if positions != mask.shape:
+        return None
+    return mask[:, :, None] if x.dim() == 3 else mask[:, None, :, None]
 
 
 # Fractions of the absmax scale that the search tries. At 2 and 3 bits a grid of 200 lowers the error of a Gaussian

@@ -605,6 +605,11 @@ def _adapters_beside(r: Recipe) -> Contradictions:
         yield "export.format", f"one of {', '.join(UNMERGED_FORMATS)} with adapter.merge false"
     if adapter.init == "error" and adapter.start is not None:
         yield "adapter.init", "zeros with adapter.start, which provides the initial adapter"
+    if adapter.init == "error" and r.quant.fake_quant_start != 0:
+        yield (
+            "adapter.init",
+            "zeros unless quant.fake_quant_start is 0: error is added to unquantized weights",
+        )
 
 
 def _quantized_base(r: Recipe) -> Contradictions:

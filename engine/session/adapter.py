@@ -18,7 +18,6 @@ from model.peft import PeftSource, read_adapter
 from model.quantized.quantization_config import is_quantized
 from model.quantized.quantize_on_load import can_quantize_on_load
 from model.ranks import listed, say
-from model.ranks import rank as this_rank
 from quant import Quantization, QuantLinear, Ranges, Scheme
 from quant.linear import StackedLinear, linears_of
 from quant.lora import Adapter, AdapterBeside
@@ -273,7 +272,7 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
         device, dtype = layer.weight.device, layer.weight.dtype
         lora_a = torch.empty(*stack, rank, in_features, dtype=dtype, device=device)
         if device.type != "meta":
-            generator = torch.Generator().manual_seed(_seed(recipe, name))
+            generator = torch.Generator().manual_seed(seed_of(recipe, name))
             drawn = torch.rand(lora_a.shape, generator=generator)
             lora_a.copy_((2 * drawn - 1) / in_features**0.5)
         lora_b = torch.zeros(*stack, out_features, rank, dtype=dtype, device=device)
@@ -284,14 +283,10 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
         dropout = [recipe.adapter.dropout] if recipe.adapter.beside else []
         layer.attach_adapter(kind(*pair, scaling, *dropout))
         trained += lora_a.numel() + lora_b.numel()
-    if recipe.adapter.dropout:
-        # All ranks had equal random states until here, so dropout masks would be equal on all ranks. Checkpoints keep
-        # the random state of each rank.
-        torch.manual_seed(_seed(recipe, f"dropout of rank {this_rank()}"))
     say(f"adapters: {len(ranks)} layers, {trained:,} parameters")
 
 
-def _seed(recipe: Recipe, drawn: str) -> int:
+def seed_of(recipe: Recipe, drawn: str) -> int:
     """Derive the seed for drawing the values named ``drawn``."""
     digest = hashlib.blake2b(f"{recipe.train.seed} {drawn}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")

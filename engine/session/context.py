@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -353,7 +354,9 @@ def read_samples(
         return samples
 
 
-def samples_on_all_ranks(batches: Iterable[MicroBatch], together: int = 1) -> Iterator[tuple[torch.Tensor, bool]]:
+def samples_on_all_ranks(
+    batches: Iterable[MicroBatch], together: int = 1, shared: "SharedRows | None" = None
+) -> Iterator[tuple[torch.Tensor, bool]]:
     """Yield the samples of all batches without padding, in groups of samples of equal length; every rank yields equally
     many groups.
 
@@ -362,13 +365,16 @@ def samples_on_all_ranks(batches: Iterable[MicroBatch], together: int = 1) -> It
     Args:
         batches: micro-batches, the same number on every rank.
         together: maximal number of samples in a group.
+        shared: if given, the ranks that share rows have the same batches, and divide their samples.
 
     Yields:
         ``input_ids`` [n, T] of a group, and True. A rank that has no more groups yields filler tokens and False until
         all ranks are done.
     """
     given = list(batches)
-    groups = _of_equal_length((ids for batch in given for ids in sample_inputs(batch)), together)
+    samples = (ids for batch in given for ids in sample_inputs(batch))
+    own = samples if shared is None else islice(samples, shared.index, None, shared.ranks)
+    groups = _of_equal_length(own, together)
     most = int(reduce_over_ranks(torch.tensor(len(groups)), dist.ReduceOp.MAX))
     for index in range(most):
         counts = index < len(groups)

@@ -25,6 +25,7 @@ from data.loader import MicroBatch
 from data.samples import Sample
 from engine.config.config import Recipe
 from engine.losses.teacher import SelfTeacher, Teacher, unquantized_forward
+from engine.session.adapter import seed_of
 from engine.session.build_teacher import check_cache, check_teacher, load_teacher, open_cached_teacher
 from engine.session.context import META, RunContext, rows_of, stage_0
 from engine.session.optimizer import LossScale, initialize_frozen, initialize_student, peak_learning_rates
@@ -42,7 +43,7 @@ from model.console import working
 from model.head import LMHead, QuantHead, embedding_rows, install_head, output_head, settle_function
 from model.peft import start_from_error
 from model.quantized.scales import check_start
-from model.ranks import errors_on_all_ranks
+from model.ranks import errors_on_all_ranks, rank
 from model.scales.in_place import release_scales
 from model.scales.loading import check_scale_files
 from model.zero.quantized_gather import gather_quantized
@@ -227,7 +228,7 @@ def build_session(
         samples: training samples, for a session that computes losses with the recipe's teacher. None (for an export or
             a calibration): no loss head and no teacher.
         first: ``first(n)`` returns this rank's first n micro-batches, for ``quant.init``; None to choose no initial
-            codes.
+            codes or adapters, as a training checkpoint is loaded.
         optimizer: True for an engine that trains or loads a training checkpoint; False for one that only runs forward.
 
     Raises RankError on every rank: a model, its scales or the teacher's cache cannot be built or read, or a model
@@ -246,7 +247,7 @@ def build_session(
         uncalibrated = initial_scales(recipe, model, quantization)
     if recipe.quant.init != "rtn" and first is not None and not recipe.train.resume:
         initial_codes(recipe, model, quantization, first(recipe.quant.calibration_batches), device)
-    if recipe.adapter.init == "error" and samples is not None and not recipe.train.resume:
+    if recipe.adapter.init == "error" and first is not None and not recipe.train.resume:
         start_from_error(quantization)
     if samples is not None:
         with errors_on_all_ranks(ValueError):
@@ -269,6 +270,8 @@ def build_session(
             teacher = SelfTeacher(engine, head, quantization)
     if samples is not None and (rows := rows_of(recipe)) is not None:
         rows.start()
+    # All ranks had equal random states until here, and would draw equal dropout masks. Checkpoints keep each rank's.
+    torch.manual_seed(seed_of(recipe, f"dropout of rank {rank()}"))
     # Gathering of codes is set up here, because the engine's hooks exist now, and no forward has run.
     after_backward = [gather_quantized(model, quantization)] if optimizer and recipe.quant.quantized_all_gather else []
     return Session(

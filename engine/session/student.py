@@ -1,6 +1,7 @@
 """The student: built empty, weights loaded and rotated, quantized, scales and codes initialized."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from data.loader import MicroBatch
 from engine.config.config import Recipe
 from engine.config.quant import SOURCE, TIED
 from engine.session.adapter import add_adapters, check_adapters, pack_base
-from engine.session.context import build_for, samples_on_all_ranks
+from engine.session.context import build_for, rows_of, samples_on_all_ranks
 from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.checkpoint.load import load_weights
 from model.console import working
@@ -37,6 +38,7 @@ from quant.fused import fuse
 from quant.gemm import rotate
 from quant.packed_weight import as_weight
 from quant.rotation import rotate_inputs, rotated_layers
+from quant.rules import DEFAULT_EXEMPT, exempt_line
 
 SIMULATED = (
     "simulated, for the fp8 GEMM supports only sides that are multiples of 16, and stacked experts only in bf16 on "
@@ -92,7 +94,12 @@ def empty_student(
         own = [one for one in recipe.learnable.freeze if not re.search("theta|lora", one)]
         check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
-            output_head(model)  # raises if the losses cannot be computed from hidden states
+            name, _ = output_head(model)  # raises if the losses cannot be computed from hidden states
+            if name in named and named[name].activations is not None:
+                raise ValueError(
+                    f"{name}: {recipe.quant.start or recipe.model.path} quantizes its inputs ({named[name].name}), "
+                    f"which the losses of training do not; set {exempt_line([name])}"
+                )
         if recipe.quant.rotate and is_quantized(Path(recipe.model.path)):
             raise ValueError(
                 f"quant.rotate: {recipe.quant.rotate}, expected []: {recipe.model.path} is quantized, and its "
@@ -166,8 +173,10 @@ def _has_router_logits(model: PreTrainedModel) -> bool:
     recorded = [module._can_record_outputs or {} for module in model.modules() if isinstance(module, PreTrainedModel)]
     kinds = [getattr(one["router_logits"], "target_class", nn.Module) for one in recorded if "router_logits" in one]
     there = not kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())
-    if not there:
-        say(f"warning: learnable.router: {type(model).__name__} has no router that gives logits: no auxiliary loss")
+    own = any(hasattr(sys.modules[kind.__module__], "load_balancing_loss_func") for kind in type(model).__mro__)
+    if not there or not own:
+        lacks = "transformers computes no auxiliary loss for it" if there else "no router of it gives logits"
+        say(f"warning: learnable.router: {type(model).__name__}: {lacks}: routers train without load balancing")
     return there
 
 
@@ -216,7 +225,7 @@ def initial_codes(
     if is_quantized(Path(recipe.model.path)):
         raise_everywhere(f"quant.init: {recipe.quant.init}, expected rtn: {recipe.model.path} has codes of its own")
     rows = recipe.data.micro_batch_size
-    groups = list(samples_on_all_ranks(batches, together=rows))
+    groups = list(samples_on_all_ranks(batches, together=rows, shared=rows_of(recipe)))
     own = sum(ids.numel() for ids, counts in groups if counts)
     tokens, asked = int(reduce_over_ranks(torch.tensor(own))), recipe.quant.calibration_batches
     say(f"quant.init {recipe.quant.init}: first codes from {tokens:,} tokens")
@@ -246,9 +255,12 @@ def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quant
 
 
 def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
-    """Look up the schemes of lm_head and embeddings, or with ``quant.scheme: source`` of all layers, by name."""
+    """Look up the schemes of lm_head and embeddings, or with ``quant.scheme: source`` of all layers but for those that
+    the recipe exempts beyond the default patterns, by name."""
     if recipe.quant.scheme == SOURCE:
-        return source_schemes(model, Path(recipe.quant.start or recipe.model.path), recipe.quant.own_weights())
+        found = source_schemes(model, Path(recipe.quant.start or recipe.model.path), recipe.quant.own_weights())
+        exempt = {*recipe.quant.exempt, *recipe.quant.exempt_more}.difference(DEFAULT_EXEMPT)
+        return {name: one for name, one in found.items() if not any(re.fullmatch(each, name) for each in exempt)}
     return _schemes_at_ends(recipe, model) if recipe.quant.lm_head or recipe.quant.embedding else {}
 
 

@@ -185,6 +185,8 @@ def test_folders_and_columns_that_are_not_one_data_set(pyarrow, tmp_path):
         saved(tmp_path / "chosen", table, _format_columns=["input", "output"]),
     )
     assert '"more"' in notes[0] and not content(chosen)[3]
+    formatted = saved(tmp_path / "formatted", table, _format_columns=["input", "output"], _output_all_columns=True)
+    assert content(formatted)[3] == notes
     dated = pyarrow.table([["a"], pyarrow.array([0], pyarrow.timestamp("s"))], names=["input", "output"])
     with pytest.raises(DataError, match=r"dated:1: .*1970-01-01 00:00:00"):
         content(saved(tmp_path / "dated", dated))

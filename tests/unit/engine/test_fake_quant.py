@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from engine.fake_quant import FakeQuant, calibrate_inputs, check_input_scales, observed_input_scales
+from data.loader import model_inputs, pack_rows, pad
+from data.samples import Sample
+from engine.fake_quant import FakeQuant, calibrate_inputs, check_input_scales, observed_input_scales, observing_tokens
 from model.ranks import RankError
 from model.scales.in_place import input_scales, renew_weight_scales, write_scales
 from quant import Ranges, replace_layers
@@ -118,6 +121,26 @@ def test_observers_that_saw_nothing_are_not_blamed_on_the_layers(fp8):
     with pytest.raises(RankError, match=r"observers have seen no inputs: let them watch \(observe: true\)") as error:
         observed_input_scales(fp8.quantization, owners)
     assert "quant.exempt" not in str(error.value)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_training_observes_no_padding(fp8, packed):
+    """Scales from the forward of a padded or packed batch are those of its samples alone."""
+    lengths = [random.randint(2, 30) for _ in range(5)]
+    samples = [Sample(*(np.random.randint(1, 301, size).astype(np.int32),) * 2) for size in lengths]
+    batch = pack_rows(samples, [[0, 1], [2, 3], [4]], 0, 64) if packed else pad(samples, [[i] for i in range(5)], 0)
+    quantization, owners = fp8.quantization, {group.owner for group in fp8.quantization.input_groups}
+    session = SimpleNamespace(quantization=quantization, recipe=minimal(), device=CPU)
+    calibrate_inputs(fp8.model, quantization, owners, [batch], CPU)
+    expected = input_scales(quantization)
+    quantization.set_fake_quant(False, False)
+    quantization.observe(True)
+    with torch.no_grad(), observing_tokens(session, batch):
+        fp8.model(**model_inputs(batch), use_cache=False)
+    found = observed_input_scales(quantization, owners)
+    quantization.observe(False)
+    quantization.set_fake_quant(True, True)
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(expected, rel=2**-6)
 
 
 def test_scales_of_files_are_not_lost_without_a_line(fp8, capsys):

@@ -21,7 +21,7 @@ from engine.losses.objective import Objective
 from engine.schedule import Schedule, _measured, add_event, check_events, evaluate_start
 from engine.session.optimizer import lr_factor, peak_learning_rates
 from engine.session.session import Overrides
-from engine.state import HeldOutResults
+from engine.state import HeldOutResults, LoopState
 from model.ranks import RankError
 from quant import get_scheme, replace_layers
 from tests.lib.recipes import minimal
@@ -183,12 +183,18 @@ def test_overrides_refuse_what_would_do_nothing_or_harm():
     again = Overrides(recipe)
     again.load_state_dict(overrides.state_dict())
     assert again == overrides
+    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"name": "weights"}]))
+    of_weights = SimpleNamespace(session=SimpleNamespace(engine=engine, overrides=overrides))
     for call, message in [
         (
             lambda: overrides.set_peak_rates(scales=1.0),
             "scales: 1.0, expected 0 or more, for one of the groups weights,",
         ),
         (lambda: overrides.set_peak_rates(weights=float("nan")), "weights: nan"),
+        (
+            lambda: LoopState.set_peak_rates(of_weights, weights=1e-3, adapters=1e-3),
+            "learning rate adapters: no parameter of this group trains, expected one of weights",
+        ),
         (lambda: overrides.set_loss_weights(kl=1.0), "kl: 1.0, expected 0 or more for lm or kd"),
         (lambda: overrides.set_loss_weights(kd=0.0), "both 0"),
         (lambda: Overrides(minimal()).set_loss_weights(kd=1.0), "no teacher is loaded"),

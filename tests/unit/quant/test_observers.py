@@ -11,6 +11,7 @@ from quant.observers import (
     Observer,
     Ranges,
     measured_scales,
+    only_tokens,
     partial_clipped,
     partial_errors,
     partial_fit,
@@ -244,3 +245,28 @@ def test_the_largest_weight_of_fp4_may_fit_at_4():
     scale, _ = measured_scales([weight], spec, Ranges(weights="mse"))
     assert scale.item() == pytest.approx(1.5)
     assert measured_scales([weight], spec, Ranges(weights="absmax"))[0].item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("heads", (None, 3))
+def test_padding_is_not_observed(heads, seed):
+    """Whatever it contains; rows of experts have no positions, and all of them count."""
+    mask = torch.zeros(4, 9, dtype=torch.bool)
+    for row in range(4):
+        mask[row, : random.randint(1, 9)] = True
+    x = torch.randn(4, 9, 16) if heads is None else torch.randn(4, heads, 9, 16)
+    tokens = x[mask] if heads is None else x.transpose(1, 2)[mask]
+    padding = mask.logical_not()
+    if heads is None:
+        x[padding] = random.choice([0.0, 99.0, math.nan])
+    else:
+        x.transpose(1, 2)[padding] = random.choice([0.0, 99.0, math.nan])
+    found, expected = (Observer(INT8, histogram=True) for _ in range(2))
+    for _ in range(2):
+        with only_tokens(mask, int(mask.sum())):
+            found.update(x, torch.tensor([0.01]))
+            found.update(tokens.flatten(0, -2), torch.tensor([0.01]))
+        for _ in range(2):
+            expected.update(tokens, torch.tensor([0.01]))
+    assert {name: value.tolist() for name, value in found.state_dict().items()} == {
+        name: value.tolist() for name, value in expected.state_dict().items()
+    }

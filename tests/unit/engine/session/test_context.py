@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,13 @@ def test_samples_of_equal_length_go_together(packed):
             assert [one for members in alike for one in members] == [i for i in range(24) if lengths[i] == length]
             assert all(len(members) == together for members in alike[:-1]) and len(alike[-1]) <= together
     assert list(samples_on_all_ranks([])) == []
+    ranks = random.randint(2, 4)
+    divided = [
+        ids[0, 0].item()
+        for index in range(ranks)
+        for ids, _ in samples_on_all_ranks(batches, shared=SimpleNamespace(index=index, ranks=ranks))
+    ]
+    assert sorted(divided) == list(range(24))
 
 
 def test_tokens_without_embeddings_are_named_with_their_line(folder):

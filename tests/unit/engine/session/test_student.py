@@ -110,11 +110,18 @@ def test_what_serving_runs_in_one_gemm_with_q_k_and_v_is_quantized_with_them(tmp
 def test_the_auxiliary_loss_is_asked_for_where_a_router_gives_logits(name: str, tmp_path: Path, capsys):
     student = student_of(name, tmp_path, learnable={"router": True})
     asked = student.model.config.output_router_logits
-    assert asked == (name == "qwen3_moe") != ("has no router that gives logits" in capsys.readouterr().out)
+    assert asked == (name == "qwen3_moe") != ("no router of it gives logits" in capsys.readouterr().out)
     model = VARIANTS[name].model()
     model.config.output_router_logits = asked
     found = model(input_ids=torch.randint(3, 300, (1, 8)), use_cache=False)
     assert (found.aux_loss is not None) == asked
+
+
+@pytest.mark.parametrize(("name", "computed"), [("glm4_moe", False), ("deepseek_v3", False), ("mixtral", True)])
+def test_a_family_without_auxiliary_loss_is_named(name: str, computed: bool, tmp_path: Path, capsys):
+    student_of(name, tmp_path, learnable={"router": True})
+    warned = "transformers computes no auxiliary loss for it: routers train without load balancing"
+    assert (warned in capsys.readouterr().out) != computed
 
 
 @pytest.mark.parametrize(
