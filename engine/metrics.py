@@ -287,11 +287,13 @@ class Summary:
     first: dict[str, float] = field(default_factory=dict)
     recent: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_RECENT)))
     peak_bytes: int = 0
+    skipped: int = 0
 
     def step(self, losses: Mapping[str, float], tokens: int, valid_tokens: int) -> None:
         """Count one optimizer step and its tokens over all ranks (all, and those with a target), and note its losses;
         ``losses`` is empty for a skipped step."""
         self.steps += 1
+        self.skipped += not losses
         self.tokens += tokens
         self.valid_tokens += valid_tokens
         self.first = {**losses, **self.first}
@@ -303,15 +305,16 @@ class Summary:
         """Map each loss to the mean of its last values (``recent``)."""
         return {name: math.fsum(values) / len(values) for name, values in self.recent.items()}
 
-    def text(self, *, devices: int, skipped: int, evaluations: tuple[Mapping, Mapping]) -> str:
-        """Format the summary. ``devices``: number of ranks; ``skipped``: number of skipped steps; ``evaluations``:
-        results of this process's first and of the last evaluation, left out if there was none."""
+    def text(self, *, devices: int, evaluations: tuple[Mapping, Mapping]) -> str:
+        """Format the summary. ``devices``: number of ranks; ``evaluations``: results of this process's first and of the
+        last evaluation, left out if there was none."""
         seconds = time.perf_counter() - self.started
+        minutes = int(seconds) // 60
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens ({self.valid_tokens:,} with a target) in "
-            f"{time.strftime('%H:%M:%S', time.gmtime(seconds))}, "
+            f"{minutes // 60:02d}:{minutes % 60:02d}:{int(seconds) % 60:02d}, "
             f"{self.tokens / max(seconds, 1e-9) / devices:,.0f} tokens/s per device"
-            + (f", {skipped} steps left out" if skipped else ""),
+            + (f", {self.skipped} steps left out" if self.skipped else ""),
             f"peak memory of rank 0 while training: {self.peak_bytes / 1e9:.2f} GB",
         ]
         if self.recent:

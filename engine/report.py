@@ -78,8 +78,7 @@ class RunReport:
         if is_main() and self._summary.steps:
             state.metrics.results(state.recipe, {**self._summary.last, **state.evaluation}, state.step)
             evaluations = (state.evaluations.first, state.evaluation)
-            skipped = state.session.engine.skipped_steps
-            say(self._summary.text(devices=world_size(), skipped=skipped, evaluations=evaluations))
+            say(self._summary.text(devices=world_size(), evaluations=evaluations))
         if is_main() and (line := best_line(checkpoints)):
             say(line)
 

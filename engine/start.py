@@ -58,7 +58,7 @@ def start_run(
         RecipeError: a problem was found before the process group started.
         RankError: any rank found a problem after that.
     """
-    recipe.fetch()
+    recipe.validate_files()
     recipe.check_ranks(int(os.environ.get("WORLD_SIZE", "1")))
     output = Path(recipe.output_dir)
     checkpoint = _check_destinations(recipe, output / "checkpoints")

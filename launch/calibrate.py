@@ -22,7 +22,7 @@ from dataclasses import replace
 from data.loader import Loader
 from engine.config.config import Recipe
 from engine.config.sections import ParallelRecipe
-from engine.fake_quant import FakeQuant
+from engine.fake_quant import FakeQuant, check_inputs
 from engine.session.context import RunContext, build_loader, start_ranks
 from engine.session.session import CheckedModels, Session, build_session, check_models
 from engine.session_export import check_export, check_exportable, export
@@ -48,12 +48,14 @@ def calibrate(recipe: Recipe) -> None:
 
 
 def calibrated(recipe: Recipe, context: RunContext, models: CheckedModels) -> tuple[Session, Loader]:
-    """Build the quantized model in its engine, with all scales in place, and the loader; a collective."""
+    """Build the quantized model in its engine, with all scales in place, and the loader; a collective. Raises RankError
+    on every rank for a problem, such as scales of inputs in files that do not fit the inputs."""
     # Only training shares rows and resumes.
     recipe = replace(recipe, parallel=ParallelRecipe(), train=replace(recipe.train, resume=False))
     loader, _ = build_loader(recipe, context.tokenizer, models.tokens)
     session = build_session(recipe, context, None, loader.first, optimizer=False)
     FakeQuant(session).calibrate(loader.first(recipe.quant.calibration_batches))
+    check_inputs(session, loader.first)
     return session, loader
 
 

@@ -523,7 +523,7 @@ def _torchtune_adapter(source: ForeignRecipe, made: Converted) -> None:
 
 def _torchtune_quantizer(source: ForeignRecipe, made: Converted) -> None:
     name = str(source.take("quantizer._component_")).rpartition(".")[2]
-    size = source.take("quantizer.groupsize", 32 if "Int8DynAct" in name else 256)
+    size = source.take("quantizer.groupsize", 256)  # torchao's default for both
     weights = TensorSpec("int", 4, "group", size)
     inputs = TensorSpec("int", 8, "token", symmetric=False, dynamic=True)
     found = {"Int8DynActInt4WeightQATQuantizer": inputs, "Int4WeightOnlyQATQuantizer": None}

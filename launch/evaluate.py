@@ -61,7 +61,7 @@ def main() -> None:
 
     with clean_exit():
         fetch_checkpoints(arguments)
-        device = start_alike(arguments, arguments.model)
+        device = start_alike(arguments, [*arguments.model, *filter(None, [arguments.reference])])
         if arguments.json is not None:
             check_results(arguments.json, "--json")
         questions = read_questions(arguments)

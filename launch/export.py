@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import copy
 from typing import get_args
 
+from data.cache import digest
 from engine.checkpoint.find import read_step_directory, verify_checkpoint
 from engine.checkpoint.resume import load_checkpoint
 from engine.config.config import Recipe, contradictions
@@ -79,8 +80,11 @@ def check_format(recipe: Recipe) -> None:
 def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
     """Rebuild the run's engine without its teacher, load the checkpoint, and export. Raises RecipeError if the export
     cannot be written to its place, RankError on every rank for other problems."""
+    recipe.fetch(("model", "quant", "adapter"))  # the format of a source is read from its files
     check_export(recipe)
-    context = start_ranks(recipe, {"--checkpoint": checkpoint})
+    manifest = checkpoint / "state.json"  # of a copy on each node
+    content = manifest.read_text(encoding="utf-8", errors="replace") if manifest.is_file() else None
+    context = start_ranks(recipe, {"--checkpoint": checkpoint, f"{checkpoint}/state.json": digest([content])})
     with errors_on_all_ranks(OSError, ValueError):
         found = read_step_directory(checkpoint)
     verify_checkpoint(found)

@@ -22,12 +22,12 @@ from torch.nn.functional import kl_div
 from data.loader import MicroBatch
 from engine.session.context import samples_on_all_ranks
 from model.console import progress_bar
-from model.ranks import reduce_over_ranks
+from model.ranks import RankError, listed, reduce_over_ranks
 from model.zero import forward_only
 from quant import Quantization
 from quant.formats.compressed_tensors import packed_shapes
 from quant.linear import linears_of
-from quant.rules import fused_sets
+from quant.rules import exempt_line, fused_sets
 
 
 class Option(NamedTuple):
@@ -135,15 +135,16 @@ def rules_of_choice(parts: Sequence[LayerSet], schemes: Sequence[str]) -> tuple[
 def patterns(names: Iterable[str]) -> list[str]:
     """Create regexes that match these layer names, but no names in other decoder layers.
 
-    Names that differ only in numbers share a regex. The regex lists the first numbers, those of decoder layers, and
-    accepts any other numbers, as ``names`` has all experts of a layer or none.
+    Names that differ only in their first number, that of the decoder layer, and in numbers of experts share a regex. It
+    lists the first numbers, and accepts any expert, as ``names`` has all experts of a layer or none.
     """
     numbers: dict[str, list[str]] = {}
     for name in names:
-        first, *rest = [index for index, word in enumerate(name.split(".")) if word.isdigit()] or [-1]
+        parts = name.split(".")
+        first = next((index for index, word in enumerate(parts) if word.isdigit()), -1)
         words = [
-            "LAYER" if index == first else r"\d+" if index in rest else re.escape(word)
-            for index, word in enumerate(name.split("."))
+            "LAYER" if index == first else r"\d+" if word.isdigit() and before == "experts" else re.escape(word)
+            for index, (before, word) in enumerate(zip(["", *parts], parts, strict=False))
         ]
         found = numbers.setdefault(r"\.".join(words), [])
         if first >= 0 and (number := name.split(".")[first]) not in found:
@@ -212,6 +213,9 @@ def divergences(
         sets: names of layers to quantize together, with their inputs; one forward per set and sample.
         batches: the same number on every rank.
         device: device of the batches.
+
+    Raises:
+        RankError: on every rank: a divergence is not finite.
     """
     was_training = engine.training
     engine.eval()
@@ -231,7 +235,14 @@ def divergences(
     finally:
         engine.train(was_training)
     whole = reduce_over_ranks(tokens)
-    return (reduce_over_ranks(sums) / whole).tolist()
+    means: list[float] = (reduce_over_ranks(sums) / whole).tolist()
+    for names, value in zip(sets, means, strict=True):
+        if not math.isfinite(value):
+            raise RankError(
+                f"the KL divergence with only {listed(names, 3)} quantized is {value}: logits or inputs overflow; set "
+                f"model.dtype to bfloat16, or {exempt_line(names)}"
+            )
+    return means
 
 
 def _logits(engine: nn.Module, ids: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from engine.session.adamw8bit import (
 from engine.session.session import Session
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.checkpoint.load import check_finite
-from model.ranks import barrier, errors_on_all_ranks, listed, rank, say, world_size
+from model.ranks import barrier, errors_on_all_ranks, gather_objects, listed, rank, say, world_size
 from model.zero import (
     SWAPPED,
     LeftOut,
@@ -66,15 +66,17 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
     written. A collective.
 
     If the number of ranks is unchanged, DeepSpeed loads the checkpoint, and the whole state is restored. At another
-    number of ranks, masters, moments and scales are restored, observers are merged, and random states are new. If the
-    optimizer is or was on NVMe, DeepSpeed 0.19.8 would load neither weights nor small groups (engine.py:4456), so
-    :func:`load_resharded` loads the checkpoint even if the number of ranks is unchanged; the whole state is then
-    restored, too. Raises RankError if the checkpoint was written under another ZeRO stage, does not match the model,
-    lacks the state of a stateful object, belongs to other frozen weights, or has parameters that are not finite.
+    number of ranks, masters, moments and scales are restored, observers are merged, and random states are new.
+
+    :func:`load_resharded` loads the checkpoint, and the whole state is restored too, if the number of ranks is
+    unchanged, but DeepSpeed 0.19.8 would fail: if the optimizer is or was on NVMe (it would load neither weights nor
+    small groups, engine.py:4456), or if another DeepSpeed file splits the optimizer's flat tensors differently
+    (``sub_group_size``). Raises RankError if the checkpoint was written under another ZeRO stage, does not match the
+    model, lacks the state of a stateful object, belongs to other frozen weights, or has parameters that are not finite.
     """
     same, left_out = checkpoint.world_size == world_size(), LeftOut(session.model, checkpoint.left_out.keys())
     on_nvme = offloads_to_nvme(session.ds_config) or any(name.endswith(SWAPPED) for name in checkpoint.files)
-    by_deepspeed = checkpoint.stage == 0 or (same and not on_nvme)  # stage 0 shards nothing
+    by_deepspeed = checkpoint.stage == 0 or (same and not on_nvme and _same_layout(session, checkpoint))
     check_base(session, checkpoint)
     with errors_on_all_ranks(OSError, ValueError):
         if checkpoint.stage != stage(session.ds_config):
@@ -107,6 +109,16 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
     moved = "" if same else f", written by {checkpoint.world_size} rank(s), now {world_size()}"
     say(f"resumed: {checkpoint.path} ({checkpoint.step} steps done{moved})")
     return checkpoint.step
+
+
+def _same_layout(session: Session, checkpoint: TrainingCheckpoint) -> bool:
+    """Tell if the optimizers of all ranks have the same slices of parameters at the same places as in the checkpoint,
+    which has as many ranks; a collective."""
+    if checkpoint.stage == 0 or checkpoint.stage != stage(session.ds_config):
+        return True  # stage 0 shards nothing; another stage is refused
+    with errors_on_all_ranks(OSError, ValueError):
+        saved = {OptimizerPiece(*piece) for piece in read_object(checkpoint.path / f"rank_{rank()}.pt")["pieces"]}
+    return all(gather_objects(saved == {*optimizer_pieces(session.model, session.engine.optimizer)}))
 
 
 def check_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ class RunLock:
     def _share(self, what: str) -> None:
         """Take a shared lock on the file, as all ranks do. Raises ValueError if another job has locked it meanwhile."""
         assert self._file is not None
-        if not _lock(self._file, fcntl.LOCK_SH):
+        if _lock(self._file, fcntl.LOCK_SH) is False:
             raise ValueError(f"{what}: another job has started in it at the same moment; start one of the two again")
 
     @staticmethod
@@ -100,10 +100,10 @@ class RunLock:
         """Lock the file exclusively, and write host, process id and time. Raises ValueError if another job has it."""
         while True:
             file = open(path, "a+", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
-            free = _lock(file, fcntl.LOCK_EX)
+            locked = _lock(file, fcntl.LOCK_EX)
             file.seek(0)
             text = file.read()
-            if not free or (text and _of_a_running_job(path, text)):
+            if locked is False or (text and _of_a_running_job(path, text, locks=locked is not None)):
                 file.close()
                 raise ValueError(f"{what}: {_who(text)} runs in it; wait for its end, or name another directory")
             with suppress(FileNotFoundError):
@@ -123,19 +123,20 @@ class RunLock:
                 os.utime(path)
 
 
-def _lock(file: IO[str], kind: int) -> bool:
-    """Lock a file; return False if another process holds the lock, and True on file systems without locks."""
+def _lock(file: IO[str], kind: int) -> bool | None:
+    """Lock a file; return False if another process holds the lock, and None on file systems without locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EAGAIN, errno.EACCES)
+        return False if error.errno in (errno.EAGAIN, errno.EACCES) else None
     return True
 
 
-def _of_a_running_job(path: Path, text: str) -> bool:
-    """Tell if an unlocked file belongs to a running job of another machine: its modification time is recent."""
+def _of_a_running_job(path: Path, text: str, *, locks: bool) -> bool:
+    """Tell if an unlocked file belongs to a running job: of another machine, or of any on a file system without locks
+    (``locks`` is False). Its modification time is recent then."""
     try:
-        if json.loads(text)["host"] == socket.gethostname():
+        if json.loads(text)["host"] == socket.gethostname() and locks:
             return False  # a running job of this machine would hold the lock
     except (KeyError, TypeError, ValueError):
         return False  # no job wrote it completely

@@ -605,11 +605,13 @@ def _adapters_beside(r: Recipe) -> Contradictions:
         yield "export.format", f"one of {', '.join(UNMERGED_FORMATS)} with adapter.merge false"
     if adapter.init == "error" and adapter.start is not None:
         yield "adapter.init", "zeros with adapter.start, which provides the initial adapter"
-    if adapter.init == "error" and r.quant.fake_quant_start != 0:
-        yield (
-            "adapter.init",
-            "zeros unless quant.fake_quant_start is 0: error is added to unquantized weights",
-        )
+    if adapter.init == "error":
+        added = "with adapter.init error, which would be added to unquantized weights"
+        if r.quant.fake_quant_start != 0:
+            yield "quant.fake_quant_start", f"0 {added}"
+        for index, event in enumerate(r.schedule):
+            if event.fake_quant in (False, "activations"):
+                yield f"schedule[{index}].fake_quant: {event.fake_quant}", f"true or weights {added}"
 
 
 def _quantized_base(r: Recipe) -> Contradictions:

@@ -198,6 +198,11 @@ WITHOUT_EFFECT = {
     "aio": "nothing is offloaded to NVMe",
     "fp16.hysteresis": "every overflow halves the loss scale",
     "fp16.consecutive_hysteresis": "every overflow halves the loss scale",
+    # link_hp_params gets the parameters in their first order, the masters are in the new one (stage_1_and_2.py:841).
+    "zero_optimization.round_robin_gradients": (
+        "it is switched off, as DeepSpeed 0.19.8 takes the fp32 weights of other parameters for those of a parameter "
+        "with it"
+    ),
 }
 CHECKED = frozenset({*FROM_RECIPE, *Checked.model_fields, "optimizer", "scheduler", "aio"})
 
@@ -315,6 +320,7 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
         problems += _gather_problems(config, recipe)
     if problems := problems or [*_nvme_problems(config, recipe)] or [*_refused_by_deepspeed(config)]:
         raise DsConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    config["zero_optimization"].pop("round_robin_gradients", None)
     if config["zero_optimization"].get("offload_optimizer") is not None:
         # The optimizer is torch.optim.AdamW everywhere, also on the CPU: DeepSpeed's CPUAdam compiles at first use.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
@@ -333,7 +339,7 @@ def remarks(name_or_path: str) -> list[str]:
         section, _, key = dotted.partition(".")
         if dotted == "aio" and offloads_to_nvme(config):
             continue
-        if section in config and (not key or config[section].get(key, "auto") != "auto"):
+        if section in config and (not key or config[section].get(key, "auto") not in ("auto", False)):
             lines.append(f"{dotted}: has no effect: {why}")
     lines += [f"{key}: passed on to DeepSpeed, untested" for key in config if key not in CHECKED]
     return [f"{path}: {line}" for line in lines]
@@ -486,8 +492,9 @@ def _value_problems(config: dict[str, Any]) -> Iterator[str]:
     """Yield problems of values, which DeepSpeed would report only after the process group has started, or never."""
     # DeepSpeed's default stage is 0: every rank would hold the whole model, and large ones run out of memory.
     stage = config.get("zero_optimization", {}).get("stage", "auto")
-    if stage in (None, "auto") or isinstance(stage, bool):  # DeepSpeed takes true for 1
-        yield f"zero_optimization.stage: {stage if isinstance(stage, bool) else 'missing'}, expected 0, 1, 2 or 3"
+    if stage in (None, "auto") or isinstance(stage, bool | str):  # DeepSpeed takes true for 1, and "3" for 3
+        found = "missing" if stage in (None, "auto") else repr(stage)
+        yield f"zero_optimization.stage: {found}, expected 0, 1, 2 or 3"
     for key in Checked.model_fields:
         values = config.get(key, "auto")
         if values == "auto":

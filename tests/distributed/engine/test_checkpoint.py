@@ -32,6 +32,7 @@ from tests.lib.variants import NO_TEACHER, assert_same_weights, each
 START = 2
 STOPS = (1, 3, STEPS)  # steps after which the resumed run is interrupted: before and after fake quant starts
 SPOILED = "plain-3"  # the case whose checkpoints are spoiled
+SPLIT = "plain-3"  # the case that is resumed with other sub-groups of the optimizer, and goes on with the first ones
 # Everything that a checkpoint keeps for quantization, in one run: histograms of inputs, keys and values, global scales
 # of NVFP4, scales that follow the weights beside thetas that learn (LWC), lm_head and embeddings.
 MIXED = {
@@ -126,6 +127,7 @@ EVENTS = [
 def write_cases(directory: Path, cases: dict[str, Case]) -> None:
     """Recipes of straight and resumed runs."""
     data = write_chats(directory / "chats.jsonl")
+    write_ds_config(directory, "split", "zero3", zero_optimization={"sub_group_size": 5000})
     for case, (stage, kind, dtype, changes) in cases.items():
         # Groups of 32 where there are any.
         model = tiny_checkpoint(directory / f"{kind}_{case}", kind, even="quant" in changes)
@@ -165,6 +167,8 @@ def run_cases(directory: Path, cases: Iterable[str]) -> dict[str, Any]:
         for stop in STOPS:
             train = replace(recipe.train, resume=stop > STOPS[0])
             loop = Loop(replace(recipe, train=train, export=replace(recipe.export, enabled=stop == STEPS)))
+            if case == SPLIT and stop == STOPS[1]:
+                loop.recipe.deepspeed = str(directory / "split.json")
             loop.every(stop)(lambda state: state.stop())
             parts.append(run(loop))
             if stop == STOPS[0] and is_main():

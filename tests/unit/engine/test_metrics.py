@@ -107,7 +107,7 @@ def test_the_summary_adds_up_and_says_where_losses_began_and_ended():
     summary.step({}, tokens=50, valid_tokens=20)  # skipped
     summary.peak_bytes = 1_250_000_000
     before, after = {"eval/lm": 4.0, "eval/perplexity": 1e65}, {"eval/lm": 2.5, "eval/perplexity": float("inf")}
-    first, *rest = summary.text(devices=2, skipped=1, evaluations=(before, after)).splitlines()
+    first, *rest = summary.text(devices=2, evaluations=(before, after)).splitlines()
     assert first.startswith("3 steps, 200 tokens (80 with a target) in 00:00:00, ")
     assert first.endswith(" tokens/s per device, 1 steps left out")
     assert [" ".join(line.split()) for line in rest] == [
@@ -172,4 +172,6 @@ def test_the_last_loss_is_a_mean_over_the_last_steps():
     for step in range(25):
         summary.step({"loss/total": float(step)}, tokens=1, valid_tokens=1)
     assert summary.last == {"loss/total": pytest.approx(np.mean(range(15, 25)))}
-    assert "mean of the last 10 values" in summary.text(devices=1, skipped=0, evaluations=({}, {}))
+    assert "mean of the last 10 values" in summary.text(devices=1, evaluations=({}, {}))
+    summary.started -= 30 * 3600 + 62
+    assert " in 30:01:02, " in summary.text(devices=1, evaluations=({}, {}))

@@ -37,6 +37,39 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+BAD = """
+import sys
+from safetensors.torch import load_file, save_file
+from engine.config.reading import load_recipe
+from launch.calibrate import calibrate
+
+recipe = load_recipe(sys.argv[1])
+calibrate(recipe)
+file = f"{recipe.export.dir}/model.safetensors"
+tensors = load_file(file)
+save_file({key: one / 448 if "input_scale" in key else one for key, one in tensors.items()}, file, {"format": "pt"})
+recipe.quant.scales, recipe.export.dir = recipe.export.dir, recipe.export.dir + "_again"
+calibrate(recipe)
+"""
+
+
+def test_scales_of_inputs_that_training_refuses_are_refused(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model", "qwen3")
+    contents = {
+        "model": {"path": str(model)},
+        "data": {"train": [str(write_chats(tmp_path / "chats.jsonl"))], "max_length": 64},
+        "train": {"steps": 1},
+        "quant": {"scheme": "fp8_static", "calibration_batches": 2},
+        "export": {"dir": str(tmp_path / "ptq")},
+        "output_dir": str(tmp_path / "out"),
+        "deepspeed": "zero0",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(contents))
+    done = run_python(BAD, tmp_path / "recipe.yaml")
+    assert done.returncode and "ptq do not fit the inputs of the first samples" in done.stderr
+    assert (tmp_path / "ptq").is_dir() and not (tmp_path / "ptq_again").exists()
+
+
 def test_calibrated_is_trained_without_learning(tmp_path: Path) -> None:
     """Of adapters that are exported beside the model, and of codes, whatever the recipe says of resuming."""
     model = tiny_checkpoint(tmp_path / "model", "qwen3", even=True, dtype=torch.bfloat16)

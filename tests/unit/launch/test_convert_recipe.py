@@ -217,6 +217,7 @@ def test_inputs_of_w4a8_fp8_keep_their_one_stored_scale():
 
 def test_torchtune_trains_all_weights_with_the_scales_of_each_step():
     recipe, _ = read(TORCHTUNE)
+    assert read(TORCHTUNE.replace(", groupsize: 256", ""))[0] == recipe  # torchao's default
     scheme = recipe.quant.preset().linear
     assert (scheme.weights.bits, scheme.weights.group_size, scheme.activations.symmetric) == (4, 256, False)
     assert recipe.quant.scales_follow_weights and not recipe.learnable.weight_scale

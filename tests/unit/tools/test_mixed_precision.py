@@ -7,12 +7,13 @@ import re
 import pytest
 import torch
 
+from model.ranks import RankError
 from model.save.export_model import export_model
 from quant import SCHEMES, Rule
 from quant.rules import assign
 from tests.lib.checkpoints import CPU, quantized, read_tensors
 from tests.lib.tiny import tiny_checkpoint, tiny_model
-from tools.mixed_precision import LayerSet, Option, allocate, divergences, layer_sets, rules_of_choice
+from tools.mixed_precision import LayerSet, Option, allocate, divergences, layer_sets, patterns, rules_of_choice
 
 
 def part(*options: tuple[int, float], weights: int = 1) -> LayerSet:
@@ -153,3 +154,13 @@ def test_divergences_are_those_of_the_logits(monkeypatch, tmp_path, seed):
             expected += float((logits[0].exp() * (logits[0] - logits[1])).sum())
         assert expected > 0
         assert value == pytest.approx(expected / tokens, rel=1e-3)
+    quantization.layers[layers[0]].weight_s0.fill_(torch.inf)
+    with pytest.raises(RankError, match=f"with only {re.escape(layers[0])} quantized is nan: logits"):
+        divergences(model, quantization, sets, batches, CPU)
+
+
+def test_patterns_take_any_expert_and_no_other_number():
+    names = [
+        f"model.layers.{layer}.{part}" for layer in (0, 2) for part in ("mlps.1.up", "experts.0.up", "experts.1.up")
+    ]
+    assert patterns(names) == [r"model\.layers\.(0|2)\.mlps\.1\.up", r"model\.layers\.(0|2)\.experts\.\d+\.up"]

@@ -46,7 +46,7 @@ RUNS = {
     "again_3": ("qwen3", 3, "bfloat16", {"optim": {"lr": 2e-2}}),
     "fp8_1": ("qwen3", 1, "bfloat16", {"quant": STATIC}),
     "rests_1": ("qwen3", 1, "bfloat16", {"quant": STATIC, **RESTS}),
-    "later_3": ("qwen3", 3, "bfloat16", {"quant": {**STATIC, "fake_quant_start": 2}, "adapter": {"init": "error"}}),
+    "later_3": ("qwen3", 3, "bfloat16", {"quant": {**STATIC, "fake_quant_start": 2}}),
     "moe_3": ("qwen3_moe", 3, "bfloat16", {"adapter": ATTENTION, "quant": {**STATIC, "exempt_more": EXPERTS}}),
     "alone_3": ("{int4_3}", 3, "bfloat16", {**SOURCE, **PEFT}),
     "whole_3": ("{int4_3}", 3, "bfloat16", SOURCE),

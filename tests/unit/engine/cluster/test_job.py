@@ -1,6 +1,7 @@
 """Processes of a job: one job at a time in a directory, ranks that do not meet, signals that stop a run."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -59,11 +60,11 @@ def take(directory: Path) -> None:
         run_lock.take(directory)
 
 
-@pytest.fixture
-def left(tmp_path: Path) -> Path:
-    """The mark of a job of another machine."""
+@pytest.fixture(params=["elsewhere"])
+def left(tmp_path: Path, request) -> Path:
+    """The mark of a job of another machine, or of this one."""
     path = tmp_path / RUNNING
-    path.write_text(json.dumps({"host": "elsewhere", "pid": 12, "started": "2026-01-01 00:00:00 UTC"}))
+    path.write_text(json.dumps({"host": request.param, "pid": 12, "started": "2026-01-01 00:00:00 UTC"}))
     return path
 
 
@@ -87,8 +88,15 @@ def test_a_rank_that_outlives_its_job_keeps_the_directory(tmp_path, left):
             take(tmp_path)
 
 
-def test_a_job_of_another_machine_lives_as_long_as_it_renews_its_file(tmp_path, monkeypatch, left):
-    """As on a file system without locks between machines."""
+@pytest.mark.parametrize("left", ["elsewhere", socket.gethostname()], indirect=True, ids=["other", "own"])
+def test_a_job_lives_as_long_as_it_renews_its_file(tmp_path, monkeypatch, left):
+    """As on a file system without locks between machines, or without any."""
+    if socket.gethostname() in left.read_text():
+
+        def without(*_: object) -> None:
+            raise OSError(errno.ENOSYS, "no locks here")
+
+        monkeypatch.setattr(fcntl, "flock", without)
     monkeypatch.setattr(job, "STALE_SECONDS", 1.5)
     end = threading.Event()
 
@@ -98,7 +106,7 @@ def test_a_job_of_another_machine_lives_as_long_as_it_renews_its_file(tmp_path, 
 
     renewer = threading.Thread(target=renew)
     renewer.start()
-    with pytest.raises(RankError, match="on elsewhere"):
+    with pytest.raises(RankError, match=r"the job of process 12 on .* runs in it"):
         take(tmp_path)
     end.set()
     renewer.join()

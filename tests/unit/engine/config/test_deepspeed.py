@@ -225,7 +225,11 @@ def test_published_files_are_taken(tmp_path: Path, name: str, dtype: str) -> Non
     said = [line.removeprefix(f"{tmp_path}/mine.json: ") for line in remarks(str(tmp_path / "mine.json"))]
     owned = ["optimizer: has no effect: the recipe owns it", "scheduler: has no effect: the recipe owns it"]
     hysteresis = ["fp16.hysteresis: has no effect: every overflow halves the loss scale"]
-    assert said == [*(owned if "optimizer" in PUBLISHED[name] else []), *hysteresis]
+    told = [*(owned if "optimizer" in PUBLISHED[name] else []), *hysteresis]
+    if "round_robin_gradients" in PUBLISHED[name]["zero_optimization"]:
+        told.append("zero_optimization.round_robin_gradients: has no effect: it is switched off, as DeepSpeed 0.19.8")
+        said[-1] = said[-1][: len(told[-1])]
+    assert said == told and "round_robin_gradients" not in config["zero_optimization"]
 
 
 def test_the_recipes_own_values_may_stand_in_the_optimizer(tmp_path: Path) -> None:
@@ -287,6 +291,7 @@ scheduler: {params: {warmup_num_steps: 9}}      | scheduler.warmup_num_steps: 9,
 zero_optimization: {stage: auto}                | zero_optimization.stage: missing, expected 0, 1, 2 or 3
 zero_optimization: {stage: 7}                   | zero_optimization.stage: Input should be 0, 1, 2
 zero_optimization: {stage: true}                | zero_optimization.stage: True, expected 0, 1, 2 or 3
+zero_optimization: {stage: '3'}                 | zero_optimization.stage: '3', expected 0, 1, 2 or 3
 zero_optimization: {stge: 1}                    | zero_optimization.stge: Extra inputs are not permitted
 zero_optimization: {load_from_fp32_weights: false} | zero_optimization.load_from_fp32_weights: leave it out: a
 zero_optimization: {zero_quantized_weights: true} | zero_optimization.zero_quantized_weights: leave it out: it rounds

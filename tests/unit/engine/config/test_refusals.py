@@ -99,6 +99,8 @@ REFUSED = rows(r"""
     $BESIDE adapter.dropout=1                   | adapter.dropout: 1.0, expected a number of at least 0 and below 1
     $BESIDE adapter.dropout=-.1                 | adapter.dropout: -0.1, expected a number of at least 0 and below 1
     $BESIDE adapter.init=error adapter.start=a  | adapter.init: 'error', expected zeros with adapter.start
+    $BESIDE adapter.init=error quant.fake_quant_start=2 | quant.fake_quant_start: 2, expected 0 with adapter.init
+    $BESIDE adapter.init=error schedule='[{at: 1, fake_quant: false}]' | schedule[0].fake_quant: False, expected true or
     $CODES adapter.init=error                   | adapter.init: 'error', expected zeros with adapter.base quantized
     $CODES quant.start=a                        | adapter.base: 'quantized', expected weights, or quant.start and
     $CODES quant.scales=a                       | adapter.base: 'quantized', expected weights, or quant.start and

@@ -1,0 +1,43 @@
+"""A run from Python is checked as one from the command line, before any work."""
+
+from pathlib import Path
+
+import yaml
+
+from tests.lib.processes import run_python
+from tests.lib.recipes import write_chats
+from tests.lib.tiny import tiny_checkpoint
+
+RUN = """
+import sys
+from engine.config.errors import RecipeError
+from engine.loop import Loop
+
+for path in sys.argv[1:]:
+    try:
+        Loop.from_recipe(path).run()
+    except RecipeError as error:
+        print("refused:", error)
+"""
+
+
+def test_files_and_directories_are_checked(tmp_path: Path) -> None:
+    """A directory whose checkpoints DeepSpeed cannot load, and a file of data that is named twice."""
+    chats = write_chats(tmp_path / "chats.jsonl")
+    (tmp_path / "again.jsonl").symlink_to(chats)
+    shared = {
+        "model": {"path": str(tiny_checkpoint(tmp_path / "model", "qwen3"))},
+        "data": {"train": [str(chats)], "max_length": 64},
+        "train": {"steps": 1},
+        "output_dir": str(tmp_path / "out"),
+        "deepspeed": "zero0",
+    }
+    twice = {**shared, "data": {"train": [str(chats), str(tmp_path / "again.jsonl")], "max_length": 64}}
+    paths = [tmp_path / "name.yaml", tmp_path / "twice.yaml"]
+    for path, contents in zip(paths, ({**shared, "output_dir": str(tmp_path / "x[1]")}, twice), strict=True):
+        path.write_text(yaml.safe_dump(contents))
+    done = run_python(RUN, *paths)
+    assert done.returncode == 0, done.stderr
+    name, data = (line for line in done.stdout.splitlines() if line.startswith("refused:"))
+    assert "output_dir" in name and "expected no *, ? or [" in name and "data.train[1]" in data
+    assert not (tmp_path / "x[1]").exists() and not (tmp_path / "out").exists()
