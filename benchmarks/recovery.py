@@ -42,6 +42,7 @@ from transformers import AutoTokenizer
 from benchmarks import timing
 from benchmarks.captured import train_captured
 from benchmarks.torchao_qat import takes, train_torchao
+from data.cache import digest
 from engine.config.config import Recipe
 from engine.config.reading import parse_recipe
 from engine.loop import Loop
@@ -118,6 +119,7 @@ class Bench:
         changed = [f"{key}={value}" for key, value in self.options.set if way != "torchao"]
         name = "_".join([scheme, way, *([f"{steps}_{seed}"] if trained else []), *changed])
         name = re.sub(r"[^\w.,=-]", "-", name)
+        name = name if len(name) < 200 else f"{name[:180]}_{digest(name)[:8]}"  # file systems take 255 characters
         directory = self.out / name
         if not self.file(name).exists():
             changes: dict[str, Any] = {"quant.init": way} if way in INITS else {}

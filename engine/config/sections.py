@@ -156,7 +156,7 @@ class LearnableRecipe:
     norm: bool = False
     """Weights of the norms."""
     router: bool = False
-    """MoE routers; their auxiliary loss is then added to the loss."""
+    """MoE routers; their auxiliary loss, if transformers computes one for the model, is then added to the loss."""
     freeze: list[str] = field(default_factory=list, metadata=each(regex()))
     """Regexes; a Parameter whose whole name matches one is frozen, whatever the other options are."""
 
