@@ -6,7 +6,8 @@ the switching on of fake quant are written out here.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,15 @@ def prepares(settings: Recipe) -> bool:
 def calibrated(settings: Recipe, model: nn.Module) -> None:
     """Run the samples of the calibration on all ranks."""
     for loader in plain_loaders(settings):
-        for batch in loader.first(settings.quant.calibration_batches):
-            for ids in sample_inputs(batch):
-                with torch.no_grad():
-                    model(input_ids=ids)
+        observed(model, loader.first(settings.quant.calibration_batches))
+
+
+def observed(model: nn.Module, batches: Iterable[MicroBatch]) -> None:
+    """Run each sample alone, for the observers."""
+    for batch in batches:
+        for ids in sample_inputs(batch):
+            with torch.no_grad():
+                model(input_ids=ids)
 
 
 def plain_model(settings: Recipe, *, switched: bool = True) -> tuple[nn.Module, Quantization]:
@@ -287,7 +293,10 @@ def plain_loop(
         for batch in (batch for rank in without_targets for batch in of_ranks[rank]):
             batch["labels"].fill_(-100)
         batches = [batch for batches in of_ranks for batch in batches]
-        sums = accumulate(model, teacher, settings.loss, batches)
+        if quantization.observing:
+            observed(model, batches)
+        with quantization.paused() if quantization.observing else nullcontext():  # observers see no padding
+            sums = accumulate(model, teacher, settings.loss, batches)
         result["scale_norms"].append(float(torch.nn.utils.get_total_norm([theta.grad for theta in thetas])))
         result["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained, settings.optim.grad_clip)))
         set_rates(optimizer, settings.optim, step, settings.train.steps, scale_steps if step not in off else 0)

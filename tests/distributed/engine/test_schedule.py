@@ -231,10 +231,12 @@ def test_theta_begins_anew_where_each_parameter_has_an_fp32_copy_of_its_own(path
 
 
 def test_scales_that_were_brought_are_not_lost_without_a_line(paths):
-    """One line, of the one run that had any."""
+    """Of weights one line, of the one run that had any; of inputs those of the runs of events."""
     lines = [line for line in paths.said().splitlines() if "are lost" in line]
-    assert len(lines) == 1, lines
-    assert re.search(r"warning: weight scales that quant.init gave are lost: (\d+) of \1 are measured again", *lines)
+    weights, inputs = ([line for line in lines if f"{kind} scales" in line] for kind in ("weight", "input"))
+    assert len(weights) == 1 and inputs and len(lines) == 1 + len(inputs), lines
+    assert re.search(r"warning: weight scales that quant.init gave are lost: (\d+) of \1 are measured again", *weights)
+    assert all("warning: input scales that quant.initial_input_scale gave are lost: " in line for line in inputs)
 
 
 def test_fake_quant_that_only_an_event_starts_is_observed_for_and_exported(paths):
