@@ -58,7 +58,7 @@ def start_run(
         RecipeError: a problem was found before the process group started.
         RankError: any rank found a problem after that.
     """
-    recipe.validate_files()
+    recipe.fetch()
     recipe.check_ranks(int(os.environ.get("WORLD_SIZE", "1")))
     output = Path(recipe.output_dir)
     checkpoint = _check_destinations(recipe, output / "checkpoints")
@@ -68,6 +68,8 @@ def start_run(
         "checkpoint to resume": checkpoint and checkpoint.path,
     }
     context = start_ranks(recipe, given)
+    with errors_on_all_ranks(ValueError):  # the command line has done so, before there were ranks
+        recipe.validate_files()
     _take_output(recipe, run_lock)
     trackers = import_trackers(recipe)
     if checkpoint is not None:

@@ -10,13 +10,13 @@ from tests.lib.tiny import tiny_checkpoint
 
 RUN = """
 import sys
-from engine.config.errors import RecipeError
 from engine.loop import Loop
+from model.ranks import RankError
 
 for path in sys.argv[1:]:
     try:
         Loop.from_recipe(path).run()
-    except RecipeError as error:
+    except RankError as error:
         print("refused:", error)
 """
 
