@@ -231,7 +231,7 @@ def test_theta_begins_anew_where_each_parameter_has_an_fp32_copy_of_its_own(path
 
 
 def test_scales_that_were_brought_are_not_lost_without_a_line(paths):
-    """Of weights one line, of the one run that had any; of inputs those of the runs of events."""
+    """The run with quant.init warns once, for its weights; runs whose events switch fake quant on again, for inputs."""
     lines = [line for line in paths.said().splitlines() if "are lost" in line]
     weights, inputs = ([line for line in lines if f"{kind} scales" in line] for kind in ("weight", "input"))
     assert len(weights) == 1 and inputs and len(lines) == 1 + len(inputs), lines

@@ -144,7 +144,7 @@ def test_training_observes_no_padding(fp8, packed):
 
 
 def test_scales_of_files_are_not_lost_without_a_line(fp8, capsys):
-    """Those of inputs that were measured are measured again without one."""
+    """Input scales that the run itself measured are measured again without a warning."""
     owners = [group.owner for group in fp8.quantization.input_groups]
     measured, recipe = frozenset(owners[:2]), minimal(quant={"scheme": "fp8_static", "scales": "ptq"})
     session = {"quantization": fp8.quantization, "uncalibrated": measured, "recipe": recipe, "model": fp8.model}

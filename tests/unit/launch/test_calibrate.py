@@ -71,7 +71,7 @@ def test_scales_of_inputs_that_training_refuses_are_refused(tmp_path: Path) -> N
 
 
 def test_calibrated_is_trained_without_learning(tmp_path: Path) -> None:
-    """Of adapters that are exported beside the model, and of codes, whatever the recipe says of resuming."""
+    """Both export the same base and the same adapter beside it; train.resume does not change calibrate.py's codes."""
     model = tiny_checkpoint(tmp_path / "model", "qwen3", even=True, dtype=torch.bfloat16)
     shared = {
         "model": {"path": str(model)},

@@ -1,5 +1,6 @@
 """quant.scheme source: layers that the recipe exempts, and an lm_head that training cannot compute."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,8 @@ def test_exempt_layers_are_decoded(source, tmp_path):
     }
     exempt = [key for key in written if key.endswith(("o_proj.weight", "lm_head.weight"))]
     assert len(exempt) == 3
+    ignored = json.loads((tmp_path / "out/export/config.json").read_text())["quantization_config"]["ignore"]
+    assert any("o_proj" in one for one in ignored) and "lm_head" in ignored
     for key in exempt:
         assert torch.equal(written[key], values[key.removesuffix(".weight")]), key
 
