@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
+from model.ranks import gather_objects
 from quant import SCHEMES, Ranges
 from quant.reference import absmax_scale, fake_quant
 from tests.distributed.engine.scripts.train import whole_parameters
@@ -58,6 +59,7 @@ def user(loop: Loop, seen: dict[str, Any]) -> None:
     @loop.every(3)
     def stop(state: LoopState) -> None:
         seen["fake_quant"] = set(state.session.quantization.fake_quant_state().values())
+        seen["seeds"] = set(gather_objects(torch.initial_seed()))
         state.stop()
 
 
@@ -330,6 +332,7 @@ def test_a_users_schedule_acts_logs_and_stops(paths):
     found, settings = load_result(paths["user"]), load_recipe(paths["user"])
     assert len(found["losses"]) == 3 < settings.train.steps
     assert found["seen"]["fake_quant"] == {(True, False)}
+    assert len(found["seen"]["seeds"]) == 2  # each rank draws dropout masks of its own
     assert (settings.export_dir() / "model.safetensors").is_file()
     events = EventAccumulator(str(Path(settings.output_dir) / "tensorboard"))
     events.Reload()
