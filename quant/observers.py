@@ -20,7 +20,7 @@ The caller reads them and reduces over ranks.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,7 +59,8 @@ def recomputing() -> Iterator[None]:
 
 
 class _Tokens:
-    """Positions of a batch that have tokens, bool [B, T], and their number; None if all have."""
+    """Positions of a batch that have tokens, bool [B, T], or rows of experts that do, bool [rows], and their number;
+    None if all have."""
 
     mask: Tensor | None = None
     count = 0
@@ -69,11 +70,26 @@ class _Tokens:
 def only_tokens(mask: Tensor, count: int) -> Iterator[None]:
     """Context for a forward of a padded batch: observers ignore its padding, which is never served. ``mask``: bool
     [B, T], on the inputs' device, True at the ``count`` positions that have tokens."""
+    before = _Tokens.mask, _Tokens.count
     _Tokens.mask, _Tokens.count = mask, count
     try:
         yield
     finally:
-        _Tokens.mask = None
+        _Tokens.mask, _Tokens.count = before
+
+
+def only_rows_of_tokens(token: Tensor, positions: int, per_token: int | None) -> AbstractContextManager[None]:
+    """Context for the Linears of experts inside :func:`only_tokens`: observers ignore the rows of padding.
+
+    Args:
+        token: [rows], for each row of the inputs its index among the batch's B T positions.
+        positions: B T; without effect if the mask has another number.
+        per_token: number of rows of each position; None if it varies: then the host waits for the device.
+    """
+    if _Tokens.mask is None or _Tokens.mask.numel() != positions:
+        return nullcontext()
+    rows = _Tokens.mask.flatten()[token]
+    return only_tokens(rows, int(rows.sum()) if per_token is None else per_token * _Tokens.count)
 
 
 class Observer:
@@ -81,7 +97,7 @@ class Observer:
 
     These layers read the same tensor (q, k and v) or different tokens (experts). Counting one tensor three times
     changes neither a maximum nor a ratio. Padding (:func:`only_tokens`) is ignored where the input has the shape
-    ``[B, T, features]`` or ``[B, heads, T, features]``; the rows of experts have no positions, and all of them count.
+    ``[B, T, features]``, ``[B T, features]`` or ``[B, heads, T, features]``, and in the rows of experts.
 
     Attributes:
         spec: number format of the input.
@@ -138,12 +154,14 @@ class Observer:
 def _mask_for(x: Tensor) -> Tensor | None:
     """Return the mask of the batch's tokens, broadcastable to ``x``; None without one, or if ``x`` has no positions."""
     mask = _Tokens.mask
-    if mask is None or x.dim() not in (3, 4):
+    if mask is None or not 2 <= x.dim() <= 4:
         return None
-    positions = x.shape[:2] if x.dim() == 3 else (x.shape[0], x.shape[2])
+    if x.dim() == 2:
+        mask = mask.flatten()
+    positions = (x.shape[0], x.shape[2]) if x.dim() == 4 else x.shape[:-1]
     if positions != mask.shape:
         return None
-    return mask[:, :, None] if x.dim() == 3 else mask[:, None, :, None]
+    return mask[:, None, :, None] if x.dim() == 4 else mask[..., None]
 
 
 # Fractions of the absmax scale that the search tries. At 2 and 3 bits a grid of 200 lowers the error of a Gaussian

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from quant import kernels
 from quant.linear import StackedLinear
+from quant.observers import only_rows_of_tokens
 
 
 class ExpertRows(NamedTuple):
@@ -278,7 +279,8 @@ class StackedMLPs(ExpertMLPs):
         """Compute the outputs [K T, H] of all rows [K T, H], each by its own expert. Without a grouped GEMM
         (:mod:`quant.gemm`), GPU and host synchronize."""
         first, second = self.of.stacks
-        return self._linear(second, self.of.inner(self._linear(first, rows, where)), where)
+        with only_rows_of_tokens(where.token, *where.of_token.shape):
+            return self._linear(second, self.of.inner(self._linear(first, rows, where)), where)
 
     def _linear(self, name: str, rows: Tensor, where: ExpertRows) -> Tensor:
         """Multiply rows by the stack ``name``, and add its bias if it has one."""
@@ -332,8 +334,11 @@ class PerExpertMLPs(ExpertMLPs):
         counts = where.offsets.diff(prepend=where.offsets.new_zeros(1)).tolist()
         whole = [getattr(self, name) for name in self.of.biases()]
         biases = zip(*(bias.unbind() for bias in whole), strict=True) if whole else [()] * self.num_experts
-        together = zip(self.experts(), rows.split(counts), biases, strict=True)
-        return torch.cat([expert(part, self.of, bias) for expert, part, bias in together])
+        parts, tokens, outputs = rows.split(counts), where.token.split(counts), []
+        for expert, part, token, bias in zip(self.experts(), parts, tokens, biases, strict=True):
+            with only_rows_of_tokens(token, len(where.of_token), per_token=None):
+                outputs.append(expert(part, self.of, bias))
+        return torch.cat(outputs)
 
 
 def router_names(model: nn.Module) -> list[str]:

@@ -249,7 +249,7 @@ def test_the_largest_weight_of_fp4_may_fit_at_4():
 
 @pytest.mark.parametrize("heads", (None, 3))
 def test_padding_is_not_observed(heads, seed):
-    """Whatever it contains; rows of experts have no positions, and all of them count."""
+    """Whatever it contains; an input with other positions has no padding."""
     mask = torch.zeros(4, 9, dtype=torch.bool)
     for row in range(4):
         mask[row, : random.randint(1, 9)] = True

@@ -11,6 +11,7 @@ from model.save.export_model import export_model
 from model.scales.in_place import follow_weights, weight_statistics
 from model.scales.loading import load_scales
 from quant import SCHEMES, Quantization, Ranges, replace_layers
+from quant.observers import only_tokens
 from tests.lib.checkpoints import assert_same_tensors, build, load_model, quantize
 from tests.lib.linears import linears
 from tests.lib.thinned import thinned
@@ -162,3 +163,34 @@ def test_experts_are_quantized_all_or_none(exempt: str, message: str, tmp_path: 
     model = build(tiny_checkpoint(tmp_path, "qwen3_moe"), torch.float32)
     with pytest.raises(ValueError, match=message):
         replace_layers(model, SCHEMES["fp8_static"], exempt=(exempt,), learn_weight_scale=True, learn_input_scale=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_padding_are_not_observed(form: Form, tmp_path: Path, seed: int):
+    """An expert with only padding has seen nothing."""
+    model, quantization = quantized(source_of(tmp_path, seed), form, "fp8_static", torch.float32)
+    quantization.set_fake_quant(weights=False, activations=False)
+    ids = torch.randint(7, 300, (3, 40), generator=torch.Generator().manual_seed(seed))
+    lengths = [40, 9, 1]
+    mask = torch.arange(40) < torch.tensor(lengths)[:, None]
+
+    def seen(forward) -> dict[str, tuple[float, int]]:
+        quantization.observe(True)  # resets the observers
+        with torch.no_grad():
+            forward()
+        observers = {group.owner: group.observer for group in quantization.input_groups if group.observer is not None}
+        return {owner: (observer.absmax.item(), observer.total) for owner, observer in observers.items()}
+
+    def padded() -> None:
+        with only_tokens(mask, sum(lengths)):
+            model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+
+    def alone() -> None:
+        for row, length in zip(ids, lengths, strict=True):
+            model(input_ids=row[None, :length], use_cache=False)
+
+    found, expected, everything = seen(padded), seen(alone), seen(lambda: model(input_ids=ids, use_cache=False))
+    assert found.keys() == expected.keys() and any(".experts." in owner for owner in found)
+    for owner, (absmax, total) in expected.items():
+        assert found[owner] == (pytest.approx(absmax, rel=1e-4), total), owner
+    assert any(everything[owner][0] > 1.001 * expected[owner][0] for owner in expected if ".experts." in owner)
