@@ -16,7 +16,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from data.files import data_problem
 from data.jsonl import expected_fields
@@ -30,7 +30,7 @@ from engine.config.errors import (
     path_or_name,
     value_problems,
 )
-from engine.config.hub import HUB, HubError, Kind, local_paths
+from engine.config.hub import HUB, HubError, local_paths
 from engine.config.quant import SOURCE, QuantRecipe
 from engine.config.sections import (
     DECAYING,
@@ -167,7 +167,9 @@ class Recipe:
             for index, path in enumerate(value if isinstance(value, list) else [value]):
                 at = f"{key}[{index}]" if isinstance(value, list) else key
                 try:
-                    found.append(self._resolve(path, kind, weights=weights))
+                    of_kind = self.data.kind if kind == "data" else kind
+                    code = kind == "model" and self.model.trust_remote_code
+                    found.append(local_paths(path, of_kind, weights=weights, code=code))
                 except HubError as error:
                     local = "a file" if kind == "data" else "a directory with config.json"
                     hub = f"{local}, or a name on the Hugging Face Hub"
@@ -178,10 +180,6 @@ class Recipe:
             if len(problems) == before:
                 setattr(section, item.name, [*chain(*found)] if isinstance(value, list) else found[0][0])
         return problems
-
-    def _resolve(self, path: str, kind: Literal[Kind, "data"], *, weights: bool) -> list[str]:
-        code = kind == "model" and self.model.trust_remote_code
-        return local_paths(path, self.data.kind if kind == "data" else kind, weights=weights, code=code)
 
     def validate_models(self) -> None:
         """Check that model.path and a teacher model are directories with config.json. Names on the Hub are fetched

@@ -97,13 +97,6 @@ BROKEN_NESTED = {
     "fp16.auto_cast": "it casts inputs, which are token ids",
     "fp16.fp16_master_weights_and_grads": _COPIES,
 }
-# Offload of parameters to NVMe, and why it is refused.
-NVME = {
-    "zero_optimization.offload_param": (
-        "weights are read into their partitions and scales measured there, in memory; a file would have to be read and "
-        "written for each"
-    ),
-}
 # Keys of ``offload_optimizer`` that need DeepSpeed's CPUAdam, with their defaults.
 NEEDS_CPU_ADAM = {"ratio": 1.0, "super_offload": False}
 # Numbers that pass DeepSpeed's own checks, but fail long after the start: elements of a bucket, which more than 2^40
@@ -230,23 +223,18 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     duplicate key, or a refused key."""
     try:
         config = parse_json(path.read_bytes())
+    except json.JSONDecodeError as error:
+        raise DsConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise DsConfigError(f"{path}: not UTF-8 text ({error})") from error
     except ValueError as error:
-        raise DsConfigError(_no_json(path, error)) from error
+        raise DsConfigError(f"{path}: {error}") from error
     if not isinstance(config, dict):
         raise DsConfigError(f"{path}: expected an object with DeepSpeed's keys, found {type(config).__name__}")
-    problems = [f"{path}: {problem}" for key, value in config.items() for problem in _key_problems(key, value)]
-    if problems:
-        raise DsConfigError("\n".join(problems))
+    found = (_key_problem(key, value) for key, value in config.items())
+    if problems := "\n".join(f"{path}: {problem}" for problem in found if problem):
+        raise DsConfigError(problems)
     return config
-
-
-def _no_json(path: Path, error: Exception) -> str:
-    """Write the error text for a file that is not JSON, or not JSON that DeepQAT accepts."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})"
-    if isinstance(error, UnicodeDecodeError):
-        return f"{path}: not UTF-8 text ({error})"
-    return f"{path}: {error}"
 
 
 @functools.cache
@@ -277,19 +265,19 @@ def keys_of_deepspeed() -> frozenset[str]:
     return frozenset(asked)
 
 
-def _key_problems(key: str, value: Any) -> list[str]:
-    """List the problems of one top-level key and its value."""
+def _key_problem(key: str, value: Any) -> str | None:
+    """Describe the problem of a top-level key and its value."""
     if key in BROKEN:
-        return [f"{key}: {BROKEN[key]}"]
+        return f"{key}: {BROKEN[key]}"
     if key not in keys_of_deepspeed():
         close = difflib.get_close_matches(key, sorted(keys_of_deepspeed() - BROKEN.keys()), n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(CHECKED))}"
-        return [f"{key}: unknown key, which DeepSpeed would ignore in silence; {hint}"]
+        return f"{key}: unknown key, which DeepSpeed would ignore in silence; {hint}"
     if value == "auto" and key not in FROM_RECIPE:
-        return [f'{key}: the recipe has no value for "auto"; write one, or leave the key out']
+        return f'{key}: the recipe has no value for "auto"; write one, or leave the key out'
     if key in {*MODELS, "optimizer", "scheduler", "aio"} and not isinstance(value, dict):
-        return [f"{key}: {value!r}, expected an object"]
-    return []
+        return f"{key}: {value!r}, expected an object"
+    return None
 
 
 def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -> dict[str, Any]:
@@ -518,8 +506,11 @@ def _nested_problem(section: str, key: str, value: Any) -> str | None:
     unchanged = value in (None, "auto") or (field is not None and value == field.default)
     if dotted in BROKEN_NESTED and not unchanged:
         return f"leave it out: {BROKEN_NESTED[dotted]}"
-    if dotted in NVME and isinstance(value, dict) and value.get("device") == "nvme":
-        return f"device 'nvme', expected cpu or none: {NVME[dotted]}"
+    if dotted == "zero_optimization.offload_param" and isinstance(value, dict) and value.get("device") == "nvme":
+        return (
+            "device 'nvme', expected cpu or none: weights are read into their partitions and scales measured there, in "
+            "memory; a file would have to be read and written for each"
+        )
     if dotted == "zero_optimization.offload_optimizer" and isinstance(value, dict):
         for name, default in NEEDS_CPU_ADAM.items():
             if value.get(name, default) != default:

@@ -155,11 +155,6 @@ def parse_size(text: str) -> int | None:
     return int(size) if 1 <= size < 2**63 else None
 
 
-def size() -> dict[str, Any]:
-    """Return metadata of a text with a size in bytes."""
-    return values("a positive number and a unit, like 5GB, 500MB or 2GiB", parse_size)
-
-
 def each(of_items: dict[str, Any]) -> dict[str, Any]:
     """Return metadata of a list whose items must satisfy the metadata ``of_items``."""
     return {CHECK: of_items[CHECK], "each": True}

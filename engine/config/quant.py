@@ -53,7 +53,7 @@ LEARNED_INPUTS = some_scheme(
     lambda quant: quant.learns_input_scales() or quant.quantizes_cache(),
 )
 _STATIC_INPUTS = _some("static scales of inputs", lambda scheme: scheme.activations and not scheme.activations.dynamic)
-_GLOBAL_INPUTS = _some("global scales of inputs", lambda scheme: scheme.stored_input and not scheme.learns_input)
+_GLOBAL_INPUTS = some_scheme("global scales of inputs", lambda quant: quant.has_global_input_scales())
 _DYNAMIC_FLOATS = _some(
     "dynamic inputs in fp4 or fp8",
     lambda scheme: scheme.activations and scheme.activations.dynamic and scheme.activations.dtype != "int",
@@ -316,7 +316,7 @@ class QuantRecipe:
     def linear_schemes(self) -> list[Scheme]:
         """List all schemes that layers, lm_head and embeddings may get, each once; empty if the section has
         :meth:`problems`."""
-        if any(True for _ in self.problems()):
+        if not self.known():
             return []
         rules = [rule.scheme for rule in self.chosen_rules()]
         found = [self.preset().linear, *rules, self.head_scheme(), self.embedding_scheme()]
@@ -335,8 +335,7 @@ class QuantRecipe:
     def stores_input_scales(self) -> bool:
         """Tell if scales of inputs or of the KV cache are stored: static scales, or the global scale of dynamic scales
         (NVFP4). They are calibrated or read from files."""
-        stored = any(scheme.stored_input for scheme in self.linear_schemes())
-        return stored or self.quantizes_cache()
+        return any(scheme.stored_input for scheme in self.linear_schemes()) or self.quantizes_cache()
 
     def decouples(self) -> bool:
         """Tell if weights are rounded to codes by one scale and decoded by another (``quant.decoupled_scales``)."""

@@ -62,8 +62,15 @@ def _check_keys(path: str) -> None:
     RecipeError: one line per problem, with file, line and key."""
     try:
         root = yaml.compose(_text_of(path), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
-        raise RecipeError(_no_yaml(path, error)) from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise RecipeError(f"{path}{line}: not YAML ({error.problem})") from error
+    except OSError as error:
+        raise RecipeError(f"--config: {not_there(path)}: {error.strerror}") from error
+    except RecursionError as error:
+        raise RecipeError(f"{path}: nested too deep for a recipe") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not a YAML text ({error})") from error
     if not isinstance(root, yaml.MappingNode):
         raise RecipeError(f"{path}: {_found(root)}, expected sections like model, data and train")
     if _size(root, {}) > MOST_VALUES:
@@ -71,18 +78,6 @@ def _check_keys(path: str) -> None:
     problems = [f"{path}, line {line}: {problem}" for line, problem in _key_problems(root, Recipe, prefix="")]
     if problems:
         raise RecipeError("\n".join(problems))
-
-
-def _no_yaml(path: str, error: Exception) -> str:
-    """Write the error text for a file that is not YAML."""
-    if isinstance(error, yaml.MarkedYAMLError):
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        return f"{path}{line}: not YAML ({error.problem})"
-    if isinstance(error, OSError):
-        return f"--config: {not_there(path)}: {error.strerror}"
-    if isinstance(error, RecursionError):
-        return f"{path}: nested too deep for a recipe"
-    return f"{path}: not a YAML text ({error})"
 
 
 def _text_of(path: str) -> str:

@@ -22,9 +22,9 @@ from engine.config.errors import (
     each,
     need,
     only_with,
+    parse_size,
     path_or_name,
     regex,
-    size,
     value_problems,
     values,
 )
@@ -62,6 +62,7 @@ _TRACKERS = values(
     lambda names: set(names) <= {*TRACKERS} and len(set(names)) == len(names),
 )
 _SHARE = values("a number of at least 0 and below 1", lambda share: 0 <= share < 1)
+_SIZE = values("a positive number and a unit, like 5GB, 500MB or 2GiB", parse_size)
 _WHEN = values("like loss/lm < 2.5", lambda text: parse_condition(text) is not None)
 
 _SERVER = values(
@@ -362,10 +363,7 @@ class OptimRecipe:
     """Peak learning rate of the norms. null: lr."""
     scale_lr: float = field(default=1e-3, metadata=RATE)
     """Peak learning rate of the weight scales; relative, since theta is a logarithm."""
-    act_scale_lr: float | None = field(
-        default=None,
-        metadata=RATE | only_with(_ACT_SCALES),
-    )
+    act_scale_lr: float | None = field(default=None, metadata=RATE | only_with(_ACT_SCALES))
     """Peak learning rate of the scales of inputs, keys and values. null: scale_lr."""
     adapter_lr: float | None = field(default=None, metadata=RATE | only_with(_ADAPTERS))
     """Peak learning rate of adapters, often ten times the rate for weights. null: lr."""
@@ -530,5 +528,5 @@ class ExportRecipe:
     template: str | None = field(default=None, metadata=path_or_name("a GGUF file") | only_with(_GGUF))
     """For export.format gguf: a GGUF file of the base model, made by llama.cpp's convert_hf_to_gguf.py. The export
     copies its metadata and vocabulary."""
-    max_shard_size: str = field(default="5GB", metadata=size())
+    max_shard_size: str = field(default="5GB", metadata=_SIZE)
     """Largest safetensors file, like 5GB, 500MB or 2GiB."""

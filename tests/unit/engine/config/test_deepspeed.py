@@ -14,7 +14,6 @@ from engine.config.deepspeed import (
     BROKEN_NESTED,
     CHECKED,
     MODELS,
-    NVME,
     RANGES,
     DsConfigError,
     _refused_by_deepspeed,
@@ -156,7 +155,7 @@ def test_lists_name_keys_of_deepspeed() -> None:
         for key, field in model.model_fields.items()
         for name in (key, field.alias)
     }
-    assert {*BROKEN_NESTED, *NVME, *RANGES} - names == set()
+    assert {*BROKEN_NESTED, *RANGES} - names == set()
 
 
 def test_an_optimizer_on_nvme(tmp_path: Path) -> None:
