@@ -60,15 +60,13 @@ def _settings(state: LoopState) -> dict[str, str]:
 def _difference(state: LoopState) -> str:
     """Describe the first setting that differs between ranks, the same text on every rank; a collective."""
     found = gather_objects(_settings(state))
-    for other, theirs in enumerate(found):
-        for name, mine in found[0].items():
-            if mine != theirs[name]:
-                return (
-                    f"step {state.step}: the ranks differ in what events have set: {name} is {mine} on rank 0 and "
-                    f"{theirs[name]} on rank {other}. Conditions and actions must do the same on every rank: give "
-                    "them what is the same there, as losses are"
-                )
-    return f"step {state.step}: the ranks differ in what events have set"
+    first = found[0]
+    rank, name = next((rank, name) for rank, own in enumerate(found) for name in own if own[name] != first[name])
+    return (
+        f"step {state.step}: the ranks differ in what events have set: {name} is {first[name]} on rank 0 and "
+        f"{found[rank][name]} on rank {rank}. Conditions and actions must do the same on every rank: give them what is "
+        "the same there, as losses are"
+    )
 
 
 def check_weights(state: LoopState, objective: Objective) -> None:

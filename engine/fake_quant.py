@@ -364,8 +364,8 @@ class FakeQuant:
             calibrate_inputs(self.session.engine, self.quantization, owners, batches, self.session.device)
 
     def _thetas(self, kind: str, owners: set[str]) -> list[Parameter]:
-        groups = self._groups(kind)
-        return [theta for owner in groups if owner in owners and (theta := groups[owner].theta) is not None]
+        groups = [group for owner, group in self._groups(kind).items() if owner in owners]
+        return [group.theta for group in groups if group.theta is not None]
 
     def _code_thetas(self, kind: str, owners: set[str]) -> list[Parameter]:
         """List the Parameters of decoupled scales of the groups' layers."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,11 @@ def train_step(state: LoopState) -> StepResult:
     with observed(state.quant) if measures else nullcontext():
         seen = state.session.quantization.seen()
         sums = _accumulate(state, batches, objective, valid)
-        update = _update(state, measures=measures)
+        scale_grad_norm, skipped, loss_scale = _update(state, measures=measures)
         own = torch.stack(list(sums.values()))
         scale = state.session.loss_scale
-        lowered = scale is not None and scale.stepped(overflow=update.skipped)
-        if update.skipped:
+        lowered = scale is not None and scale.stepped(overflow=skipped)
+        if skipped:
             # Inputs of a skipped step may be NaN, which would stay in the observers' maxima.
             state.session.quantization.restore_seen(seen)
             state.skipped.record(state.step, own, state.loader, lowered=lowered)
@@ -57,8 +57,10 @@ def train_step(state: LoopState) -> StepResult:
         valid_tokens=valid,
         tokens=tokens,
         grad_norm=grad_norm,
-        **update._asdict(),
+        scale_grad_norm=scale_grad_norm,
+        skipped=skipped,
         stop_requested=stop_requested,
+        loss_scale=loss_scale,
         quantization=statistics,
     )
 
@@ -83,8 +85,7 @@ def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
 def _set_learning_rates(state: LoopState) -> None:
     """Set the schedule's learning rate of this step in every parameter group. Scales have rate 0 while their fake quant
     is off or they are frozen. They warm up when their fake quant starts."""
-    optim, overrides = state.recipe.optim, state.session.overrides
-    total = state.recipe.train.steps
+    optim, total = state.recipe.optim, state.recipe.train.steps
     warmup = optim.warmup(total)
     factor = lr_factor(
         state.step,
@@ -95,7 +96,7 @@ def _set_learning_rates(state: LoopState) -> None:
         decay=optim.decay_steps,
     )
     # From the recipe, not from the optimizer's state: a resumed run follows the recipe that it is given.
-    peaks = overrides.peaks()
+    peaks = state.session.overrides.peaks()
     for group in state.session.engine.optimizer.param_groups:
         name = group["name"]
         if name in SCALE_GROUPS:
@@ -138,16 +139,9 @@ def nan_unless_finite(loss: Tensor) -> Tensor:
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
-class Update(NamedTuple):
-    """Outcome of an optimizer update; its fields become those of :class:`engine.state.StepResult`."""
-
-    scale_grad_norm: float | None
-    skipped: bool
-    loss_scale: float | None
-
-
-def _update(state: LoopState, *, measures: bool) -> Update:
-    """Step the optimizer; with ``measures`` also measure the norm of the scales' gradients; a collective."""
+def _update(state: LoopState, *, measures: bool) -> tuple[float | None, bool, float | None]:
+    """Step the optimizer; a collective. Return the norm of the scales' gradients (None without ``measures``), True if
+    the step was skipped, and the loss scale of the step."""
     session, engine = state.session, state.session.engine
     loss_scale = session.loss_scale.value if session.loss_scale is not None else None
     skipped_before = engine.skipped_steps
@@ -156,7 +150,7 @@ def _update(state: LoopState, *, measures: bool) -> Update:
     scale_norm = gradient_norm(trained_scales(session.model)) / (loss_scale or 1.0) if measures else None
     engine.step()
     weights_changed(session.model)
-    return Update(scale_norm, engine.skipped_steps > skipped_before, loss_scale)
+    return scale_norm, engine.skipped_steps > skipped_before, loss_scale
 
 
 def _reduce(state: LoopState, sums: Tensor, valid: int) -> tuple[list[float], bool, float | None]:
@@ -183,9 +177,7 @@ def micro_batch_losses(
     """Compute the losses of a micro-batch; a collective.
 
     Args:
-        session: the run.
         batch: the micro-batch, on the device (:func:`data.loader.on_device`).
-        objective: losses and their weights.
         scale: factor on the total, not on the sums.
         diagnostics: also measure the distance to the teacher, if there is a teacher.
         held_out: the batch has held-out samples, for which a cached teacher has no output.

@@ -86,7 +86,6 @@ def save_checkpoint(
     step, checkpoints of later steps are kept until the run reaches them.
 
     Args:
-        session, stateful: the state to save.
         directory: directory of all checkpoints of the run.
         step: optimizer steps done.
         keep: number of checkpoints to keep.
@@ -207,7 +206,7 @@ def _write_manifest(
     sync(partial)
 
 
-def _make_current(directory: Path, partial: Path, final: Path, keep: int, measured: BestMetric | None = None) -> None:
+def _make_current(directory: Path, partial: Path, final: Path, keep: int, measured: BestMetric | None) -> None:
     """Rename a written checkpoint, update ``best.json`` and ``latest``, and remove old checkpoints."""
     if final.exists():  # of the same step, before the run was resumed from an earlier one
         final.rename(final.with_name(f"{final.name}.replaced.partial"))

@@ -157,8 +157,12 @@ def _packed(*parts: Sequence[Tensor]) -> MicroBatch:
 
 def difference(one: Tensor, another: Tensor) -> float:
     """Compute the mean over tokens of ``|one - another| / |another|``, for hidden states [..., H] with norms over H."""
+    return _by_token(one, another).mean().item()
+
+
+def _by_token(one: Tensor, another: Tensor) -> Tensor:
     one, another = one.float(), another.float()
-    return ((one - another).norm(dim=-1) / another.norm(dim=-1).clamp(min=1e-30)).mean().item()
+    return (one - another).norm(dim=-1) / another.norm(dim=-1).clamp(min=1e-30)
 
 
 SHARED_TOKENS = 512  # tokens of the rows that test if ranks can share rows
@@ -268,16 +272,14 @@ def _first_apart(asked: Asked, rows: "SharedRows", batch: MicroBatch, limit: flo
 def _typical(one: Tensor, another: Tensor, *, exact: bool) -> float:
     """Compute the mean relative difference of hidden states. With experts, compute the difference that a quarter of the
     tokens exceed, as rounding may send single tokens to other experts."""
-    if exact:
-        return difference(one, another)
-    differences = (one.float() - another.float()).norm(dim=-1) / another.float().norm(dim=-1).clamp(min=1e-30)
-    return differences.quantile(0.75).item()
+    return difference(one, another) if exact else _by_token(one, another).quantile(0.75).item()
 
 
 CAUSAL = "sdpa_without_masks"
 ROUNDINGS = 4.0  # in eps of the dtype, mean over tokens: kernels with and without a mask sum in other orders
 
 
+@working("testing the models on rows of this run")
 def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     """Test the models on random rows of the run's shape, with tokens of ``samples``; a collective. Return the session,
     whose ``mask`` is False if padded rows were found to need no attention mask, else True.
@@ -285,11 +287,6 @@ def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     Runs forwards only, with quantization paused: quantization would amplify tiny differences. Raises RankError on every
     rank if packed samples influence each other, or shared rows give other results, in the student or the teacher.
     """
-    with working("testing the models on rows of this run"):
-        return _with_checked_rows(session, samples)
-
-
-def _with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     settings, rows = session.recipe.data, rows_of(session.recipe)
     if rows is not None:
         for asked in models_to_ask(session):
