@@ -311,13 +311,11 @@ def add_event(schedule: Schedule, event: EventRecipe) -> None:
 
 
 def check_events(
-    events: Sequence[EventRecipe], quantization: Quantization, groups: Iterable[str], metrics: Sequence[str]
+    events: Sequence[EventRecipe], quantization: Quantization, groups: Sequence[str], metrics: Sequence[str]
 ) -> None:
     """Refuse, before the first step, events that would fail or have no effect later.
 
     Args:
-        events: events of the recipe.
-        quantization: the quantized layers.
         groups: names of the optimizer's parameter groups.
         metrics: names that conditions may use.
 
@@ -325,7 +323,6 @@ def check_events(
         ValueError: a pattern matches no layer, a rate is set for a group without trained parameters, or a condition
             names a metric that is never measured.
     """
-    known = list(groups)
     for index, event in enumerate(events):
         try:
             quantization.matching(event.layers)
@@ -334,10 +331,10 @@ def check_events(
         if (condition := parse_condition(event.when or "")) and condition[0] not in metrics:
             raise ValueError(f"schedule[{index}].when: {event.when!r}, expected one of {', '.join(metrics)}")
         for name in event.lr or {}:
-            if name not in known:
+            if name not in groups:
                 raise ValueError(
                     f"schedule[{index}].lr: no parameter of the group {name} trains, expected "
-                    f"one of {', '.join(known)} (see learnable)"
+                    f"one of {', '.join(groups)} (see learnable)"
                 )
 
 

@@ -137,7 +137,6 @@ def read_object(path: Path, *, map_location: Any = None, mmap: bool = False) -> 
     A pickle can run code; torch's restricted unpickler builds only classes of an allowlist without side effects.
 
     Args:
-        path: the file.
         map_location: device of the tensors, as for ``torch.load``.
         mmap: map tensors into memory instead of reading them.
 

@@ -14,7 +14,7 @@ stage 3 does not restore frozen parameters, the initial scales.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,6 @@ def load_resharded(
     Runs no collective; call :func:`model.zero.use_masters` afterwards, if no rank has raised.
 
     Args:
-        session: the new run.
         path: the step directory, verified.
         layouts: slices of the parameters on every rank of the old run.
         stage: ZeRO stage of the old and of the new run, 1 to 3.
@@ -350,10 +349,10 @@ def _load_frozen_partitions(session: Session, states: list[dict[str, Any]], left
 def reseed(seed: int, step: int) -> None:
     """Seed the generators of a rank after resharding, by the recipe's seed, the step and the rank. Random states of
     another number of ranks cannot be reused. Resuming twice gives the same seeds."""
-    words = np.random.SeedSequence((seed, step, rank())).generate_state(3)
-    seeders: tuple[Callable[[int], Any], ...] = (torch.manual_seed, random.seed, np.random.seed)
-    for seeder, word in zip(seeders, words.tolist(), strict=True):
-        seeder(word)
+    of_torch, of_python, of_numpy = np.random.SeedSequence((seed, step, rank())).generate_state(3).tolist()
+    torch.manual_seed(of_torch)
+    random.seed(of_python)
+    np.random.seed(of_numpy)
 
 
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -26,17 +26,9 @@ from quant.rules import assign, examples, schemes_of_layers
 
 
 def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
-    """Refuse impossible or unsupported adapters before weights are loaded.
-
-    Args:
-        recipe: recipe of a run with adapters.
-        model: the student, before it is quantized.
-        exempt: regexes on names of layers that stay unquantized.
-        named: schemes of layers by exact name.
-
-    Raises:
-        ValueError: one line for each kind of problem, with the layers and the remedy.
-    """
+    """Refuse impossible or unsupported adapters before weights are loaded and layers quantized. ``exempt``: regexes on
+    names of layers that stay unquantized; ``named``: schemes of layers by exact name. Raises ValueError: one line for
+    each kind of problem, with the layers and the remedy."""
     adapter, head = recipe.adapter, model.get_output_embeddings()
     schemes, _ = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named)
     layers = dict(_layers(model))
@@ -59,14 +51,9 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
 def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
     """Replace the weights of all layers to be quantized, except lm_head, embeddings and shared weights, by packed ones.
 
-    An unquantized ``model.path`` is quantized on load (:mod:`model.quantized.quantize_on_load`).
-
-    Args:
-        recipe, model: the run, and the student with parameters on the meta device.
-        exempt, named: as in :func:`check_adapters`.
-
-    Raises:
-        ValueError: a layer cannot be packed or quantized on load, or an option needs the unquantized weights.
+    An unquantized ``model.path`` is quantized on load (:mod:`model.quantized.quantize_on_load`). The student's
+    parameters are on the meta device; ``exempt`` and ``named`` are as in :func:`check_adapters`. Raises ValueError: a
+    layer cannot be packed or quantized on load, or an option needs the unquantized weights.
     """
     made = not is_quantized(Path(recipe.model.path))
     if made:
@@ -211,11 +198,7 @@ def _problems(
 
 
 def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]:
-    """Choose the layers that get an adapter; return the adapters' ranks by layer name.
-
-    Args:
-        adapter: the recipe's section.
-        names: layers to choose from.
+    """Choose which of the layers ``names`` get an adapter; return the adapters' ranks by layer name.
 
     Raises:
         ValueError: a pattern of ``targets`` matches no layer, a pattern of ``ranks`` decides for no layer with an

@@ -32,12 +32,8 @@ INT8 = SCHEMES["w8a16_channel"]  # a scale per output fits every shape; KL by gr
 
 
 def check_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: int) -> int:
-    """Check the teacher model in ``loss.teacher``; a collective.
-
-    Args:
-        recipe: the run.
-        tokenizer: the student's tokenizer.
-        logits: number of the student's logits per token.
+    """Check the teacher model in ``loss.teacher``, given the student's ``tokenizer`` and its number of ``logits`` per
+    token; a collective.
 
     Returns:
         Number of token ids that the teacher can read and has logits for.
@@ -116,16 +112,9 @@ def _option(recipe: Recipe) -> str | None:
 
 
 def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeacher:
-    """Load the frozen teacher model, which :func:`check_teacher` has checked; a collective.
-
-    Args:
-        recipe: the run; ``loss.teacher`` is the directory of the teacher's checkpoint.
-        context: result of :func:`engine.session.context.start_ranks`.
-        logits: number of the student's logits per token.
-
-    Raises RankError on every rank if the files do not fit the model, or the model changes its logits after lm_head in
-    another way than its configuration says.
-    """
+    """Load the frozen teacher model, which :func:`check_teacher` has checked; a collective. ``logits``: number of the
+    student's logits per token. Raises RankError on every rank if the files do not fit the model, or the model changes
+    its logits after lm_head in another way than its configuration says."""
     path, config = str(recipe.loss.teacher), teacher_config(context.ds_config)
     model = empty_teacher(recipe, config, context.device)
     _, linear = output_head(model)
@@ -155,10 +144,8 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
 
 
 def check_cache(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: int) -> None:
-    """Check by its manifest that ``loss.teacher_cache`` fits the recipe; a collective.
-
-    Args:
-        recipe, tokenizer, logits: the run, the student's tokenizer, and the number of the student's logits per token.
+    """Check by its manifest that ``loss.teacher_cache`` fits the recipe, the student's ``tokenizer`` and its number of
+    ``logits`` per token; a collective.
 
     Raises:
         RankError: on every rank: the cache is incomplete, keeps fewer tokens than ``loss.top_k``, or was made with

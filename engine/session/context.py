@@ -63,10 +63,7 @@ class RunContext:
 
 def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunContext:
     """Start the process group, prepare kernels, seed the random generators and read the tokenizer; a collective.
-
-    Args:
-        recipe: the run.
-        inputs: other values that must be equal on all ranks (such as schedule actions), by name.
+    ``inputs``: values beside the recipe that must be equal on all ranks (such as schedule actions), by name.
 
     Raises:
         RecipeError: on every rank, before there is a process group: the DeepSpeed configuration is wrong, a checkpoint
@@ -178,7 +175,6 @@ def build_loader(
     """Read the samples and build the loader; a collective.
 
     Args:
-        recipe, tokenizer: the run, and the tokenizer of the student's checkpoint.
         tokens: number of token ids of each model, by the recipe's key of the model: ``model.path``, ``loss.teacher``.
         make: the class of the loader, or a function with the arguments of `Loader`.
 
