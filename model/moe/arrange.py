@@ -410,19 +410,11 @@ def _by_computation(
         hook.remove()
     names = {id(value): name for name, value in meta.items()}
     ends = [value.grad_fn for value in given[1:] if value.is_floating_point() and value.grad_fn is not None]
-    return {names[id(leaf)] for end in ends for leaf in _last_product(end, hidden) if id(leaf) in names}
 
+    def goes_on(node: Node, before: Node) -> bool:  # back to the nearest matrix products of the hidden states
+        return node.name() not in _PRODUCTS or all(leaf is not hidden for leaf in _leaves(before))
 
-def _last_product(end: Node, hidden: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves of autograd's graph from ``end`` back to the nearest matrix products of ``hidden``."""
-    for leaf in _leaves(end, through=lambda node, before: node.name() not in _PRODUCTS or not _reaches(before, hidden)):
-        if leaf is not hidden:
-            yield leaf
-
-
-def _reaches(start: Node, leaf: Tensor) -> bool:
-    """Return True if ``start`` is computed from ``leaf``."""
-    return any(found is leaf for found in _leaves(start))
+    return {names[id(leaf)] for end in ends for leaf in _leaves(end, through=goes_on) if id(leaf) in names}
 
 
 def _leaves(end: Node, through: Callable[[Node, Node], bool] = lambda node, before: True) -> Iterator[Tensor]:

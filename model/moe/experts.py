@@ -23,7 +23,7 @@ Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate 
 of token and expert, a row is a choice ordered by expert.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -211,12 +211,6 @@ class Experts(NamedTuple):
         gate, up = first.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
-    def sum_dtype(self, hidden_states: Tensor, weights: Tensor) -> torch.dtype:
-        """Return the dtype in which the outputs of a token's experts are summed."""
-        if self.scales_inputs:  # transformers sums over a dimension, which torch rounds once
-            return torch.promote_types(hidden_states.dtype, torch.float32)
-        return weights.dtype if self.sums_of_weights else hidden_states.dtype
-
 
 class ExpertMLPs(nn.Module):
     """Experts of one MoE layer, with the signature and results of transformers' eager fused module (the same bits if
@@ -258,11 +252,14 @@ class ExpertMLPs(nn.Module):
         where = ExpertRows.of(top_k_index.clamp(max=self.num_experts - 1), self.num_experts)
         weights = where.arranged(top_k_weights.masked_fill(none, 0))
         rows = where.spread(hidden_states)
+        dtype = weights.dtype if self.of.sums_of_weights else hidden_states.dtype
         if self.of.scales_inputs:
             rows = self.computed(rows * weights[:, None], where)
+            # transformers sums over a dimension, which torch rounds once
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         else:
             rows = self.computed(rows, where) * weights[:, None]
-        output = where.summed(rows.to(self.of.sum_dtype(hidden_states, weights)))
+        output = where.summed(rows.to(dtype))
         return output.to(hidden_states.dtype).view(shape)
 
 
@@ -323,11 +320,6 @@ class PerExpertMLPs(ExpertMLPs):
         for expert in range(of.num_experts):
             self.add_module(str(expert), ExpertMLP(of))
 
-    def experts(self) -> Iterator[ExpertMLP]:
-        """Iterate over the experts in order."""
-        for expert in range(self.num_experts):
-            yield self.get_submodule(str(expert))  # type: ignore[misc]
-
     def computed(self, rows: Tensor, where: ExpertRows) -> Tensor:
         """Compute the outputs [K T, H] of all rows [K T, H], each by its own expert. GPU and host synchronize once, for
         the row counts."""
@@ -335,7 +327,7 @@ class PerExpertMLPs(ExpertMLPs):
         whole = [getattr(self, name) for name in self.of.biases()]
         biases = zip(*(bias.unbind() for bias in whole), strict=True) if whole else [()] * self.num_experts
         parts, tokens, outputs = rows.split(counts), where.token.split(counts), []
-        for expert, part, token, bias in zip(self.experts(), parts, tokens, biases, strict=True):
+        for expert, part, token, bias in zip(self.children(), parts, tokens, biases, strict=True):
             with only_rows_of_tokens(token, len(where.of_token), per_token=None):
                 outputs.append(expert(part, self.of, bias))
         return torch.cat(outputs)

@@ -41,7 +41,7 @@ class Case(NamedTuple):
         """Gradients of our weights, in the layout of the fused module."""
         if isinstance(self.ours, StackedMLPs):
             return self.ours.gate_up_proj.weight.grad, self.ours.down_proj.weight.grad
-        mlps = list(self.ours.experts())
+        mlps = list(self.ours.children())
         gate_up = [torch.cat([mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad]) for mlp in mlps]
         return torch.stack(gate_up), torch.stack([mlp.down_proj.weight.grad for mlp in mlps])
 
@@ -80,7 +80,7 @@ def case(form: Form, dtype: torch.dtype, *, exact: bool = False, clamped: bool =
         ours: StackedMLPs | PerExpertMLPs = StackedMLPs(of, stacks)
     else:
         ours = PerExpertMLPs(of).to(dtype)
-        for expert, mlp in enumerate(ours.experts()):
+        for expert, mlp in enumerate(ours.children()):
             mlp.gate_proj.weight.copy_(fused.gate_up_proj[expert, :i])
             mlp.up_proj.weight.copy_(fused.gate_up_proj[expert, i:])
             mlp.down_proj.weight.copy_(fused.down_proj[expert])
@@ -167,7 +167,7 @@ def test_experts_without_a_gate_are_added_up_in_the_dtype_of_their_weights(seed,
             if form == "stacked":
                 getattr(ours, stack).weight.copy_(value)
             else:
-                for mlp, matrix in zip(ours.experts(), value, strict=True):
+                for mlp, matrix in zip(ours.children(), value, strict=True):
                     getattr(mlp, stack).weight.copy_(matrix)
         inputs = torch.randint(-1, 2, (19, theirs.hidden_dim)).bfloat16()
         chosen = torch.stack([torch.randperm(theirs.num_experts)[:3] for _ in range(19)])
