@@ -191,11 +191,8 @@ class LMHead(HeadProxy):
     out_features: int
     weight: Any  # the base classes of the two heads declare it differently
     bias: Any
+    used_weight: Any  # method of the two heads: returns the weight [V, H] that multiplies hidden states
     _task: Task | None = None
-
-    def used_weight(self) -> Tensor:
-        """Return the weight ``[V, H]`` that multiplies hidden states."""
-        raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute logits [..., V] from hidden states ``input`` [..., H]; inside :meth:`computing`, the result of the
@@ -246,10 +243,6 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
             weight_numel=linear.weight_numel,
         )
         self.weight_fake_quant = linear.weight_fake_quant
-
-    def used_weight(self) -> Tensor:
-        """Return the fake-quantized weight."""
-        return QuantLinear.used_weight(self)
 
 
 @torch.no_grad()
