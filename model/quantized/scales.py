@@ -80,7 +80,7 @@ def take_scales(
         arranged = arrange(model, quantization, read_small_scales(model, quantization, checkpoint, taken))
         merged = _merged(arranged)
         for scale in arranged.inputs:
-            for one in (one for of_layer in scale.layers for one in of_layer):
+            for one in scale.stored:
                 check_scale(one.key, one.value, one.shape, scale.group)
         _check_packed(quantization, taken, merged)
         missing_inputs = [scale.group.owner for scale in arranged.inputs if not scale.layers]
@@ -97,7 +97,10 @@ def take_scales(
     write_all(quantization, values)
     if decoded:
         check_not_clipped(quantization, taken)
-    rounded = _rounded([one for linears in taken.values() for one in linears], model.dtype)
+    integers = [one for linears in taken.values() for one in linears if one.scheme.weights.scale_format == "model"]
+    digits = torch.finfo(model.dtype).eps
+    kinds = {one.scale.dtype for one in integers}
+    rounded = next((str(kind) for kind in kinds if kind is not None and torch.finfo(kind).eps < digits), None)
     return replace(report, merged=merged, rounded=rounded)
 
 
@@ -144,13 +147,6 @@ def _merged(arranged: ArrangedScales) -> list[str]:
             for first in range(0, max(map(len, scale.layers), default=0), together)
         )
     ]
-
-
-def _rounded(linears: Iterable[QuantizedTensor], dtype: torch.dtype) -> str | None:
-    """Return the dtype of the scales of integers in the files if ``dtype`` cannot represent it, else None."""
-    kinds = {one.scale.dtype for one in linears if one.scheme.weights.scale_format == "model"}
-    digits = torch.finfo(dtype).eps
-    return next((str(kind) for kind in kinds if kind is not None and torch.finfo(kind).eps < digits), None)
 
 
 def _is_fine(spec: TensorSpec) -> bool:

@@ -135,7 +135,7 @@ def several_input_scales(
         stored = read_small_scales(model, quantization, checkpoint, {})
     found, changed = [], []
     for scale in arrange(model, quantization, stored).inputs:
-        of_files = [one for of_layer in scale.layers for one in of_layer]
+        of_files = scale.stored
         if scale.group.owner in quantization.caches or len({one.value.item() for one in of_files}) < 2:
             continue
         local, theta = local_data(scale.group.s0).cpu().view(-1), scale.group.theta

@@ -184,6 +184,11 @@ class GroupScale:
     projections: int = 0
     smallest: bool = False
 
+    @property
+    def stored(self) -> list[StoredScale]:
+        """The scales of all layers."""
+        return [one for of_layer in self.layers for one in of_layer]
+
     def value(self) -> Tensor:
         """Compute the group's scale from the checked scales in the files: fp32 in the shape of the group's s0; with
         zero points ``[2, *shape]``: scales, then zero points. ``layers`` must not be empty."""
@@ -191,7 +196,7 @@ class GroupScale:
         scales = self._one(torch.stack([self._of_layer(stored, shape) for stored in self.layers]), 0)
         if self.group.zero is None:
             return scales
-        beside = [one.zero_points for stored in self.layers for one in stored]
+        beside = [one.zero_points for one in self.stored]
         zeros = [one.values.float().flatten() for one in beside if one is not None and one.values is not None]
         return torch.stack([scales, torch.cat(zeros).view(shape)])
 
@@ -303,7 +308,7 @@ def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: S
 
 def scales_per_head(arranged: ArrangedScales) -> list[str]:
     """List the keys of scales that the files store per attention head; the model takes the largest of the heads."""
-    keys = [one.key for scale in arranged.inputs for of_layer in scale.layers for one in of_layer]
+    keys = [one.key for scale in arranged.inputs for one in scale.stored]
     return [key for key, count in Counter(keys).items() if count > 1]
 
 

@@ -18,7 +18,7 @@ raise the same errors.
 weights, and ``in_place.py`` writes scales into partitions, or measures them from the weights.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +38,6 @@ from model.scales.grouping import (
     ZERO_POINT,
     ArrangedScales,
     GroupScale,
-    LinearParts,
     StoredScales,
     ZeroPoints,
     arrange,
@@ -57,7 +56,7 @@ from model.scales.in_place import (
     scale_buckets,
 )
 from model.zero import is_partitioned, local_data, local_range
-from quant import Quantization, Quantizer, QuantLayer, Ranges, Rule, Scale, ScaleGroup, Scheme, TensorSpec, kernels
+from quant import Quantization, Quantizer, QuantLayer, Ranges, Rule, Scale, Scheme, TensorSpec, kernels
 from quant.linear import LinearPart, linears_of
 from quant.observers import partial_fit
 from quant.scale import Fit, scale_problem
@@ -79,11 +78,10 @@ class Source(NamedTuple):
     rules: list[Rule]
     kv_problem: str | None = None
 
-    def scheme(self, names: Iterable[str]) -> Scheme | None:
+    def scheme(self, names: Collection[str]) -> Scheme | None:
         """Return the scheme of one Linear, which a rule may call by any of ``names`` (on disk, in the model); None if
         it is not quantized."""
-        spellings = list(names)
-        rule = next((rule for rule in self.rules if any(rule.matches(name, 0) for name in spellings)), None)
+        rule = next((rule for rule in self.rules if any(rule.matches(name, 0) for name in names)), None)
         return None if rule is None else rule.scheme
 
 
@@ -108,20 +106,11 @@ def read_source(directory: Path) -> Source | None:
     return Source(file, rules)
 
 
-def check_source(
-    quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales, source: Source, caches: bool
-) -> None:
-    """Compare the scheme of every layer with the scheme for which its scales were made. Raises ValueError if they
-    differ, or if ``caches`` is True and ``source`` has a problem with the KV cache.
-
-    Args:
-        quantization: the layers, with their schemes.
-        linears: Linears of each layer, by the layer's name and then by name on disk.
-        stored, source: scales and configuration of the directory.
-        caches: True if the directory has scales of keys and values that the model uses.
-    """
+def check_source(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales, source: Source) -> None:
+    """Compare the scheme of every layer with the scheme in ``source`` for which its scales were made. Raises ValueError
+    if they differ, or if the model uses scales of keys and values and ``source`` has a problem with the KV cache."""
     problems: dict[str, list[str]] = {}
-    for layer, parts in linears.items():
+    for layer, parts in arranged.linears.items():
         ours = quantization.layers[layer].scheme
         for disk, part in parts.items():
             if disk + WEIGHT_SCALE not in stored.scales:
@@ -139,7 +128,7 @@ def check_source(
                 continue
             problems.setdefault(problem, []).append(disk)
     lines = [f"{source.file} {problem}: {listed(names, 5)}" for problem, names in problems.items()]
-    if caches and source.kv_problem is not None:
+    if arranged.caches and source.kv_problem is not None:
         lines.append(f"{source.file}: {source.kv_problem}")
     if lines:
         said = "\n".join(lines)
@@ -234,7 +223,7 @@ def load_scales(
         arranged = arrange(model, quantization, stored)
         check_beside(quantization, arranged, stored)
         if source is not None:
-            check_source(quantization, arranged.linears, stored, source, arranged.caches)
+            check_source(quantization, arranged, stored, source)
         check_stored(quantization, arranged, stored, directory)
         codes = _codes(arranged, stored)
         missing_inputs = _missing(arranged.inputs)
@@ -283,7 +272,13 @@ def complete(
     if missing := _missing(arranged.globals):
         above |= measure_global_scales(quantization, set(missing))
     if initial_input_scale is not None:
-        inputs |= _initial([scale.group for scale in arranged.inputs if not scale.layers], initial_input_scale)
+        groups = [scale.group for scale in arranged.inputs if not scale.layers]
+        if unmeant := [group.owner for group in groups if group.spec.has_global_scale]:
+            raise ValueError(
+                f"quant.initial_input_scale cannot set the global scale of the inputs of {listed(unmeant)}: set "
+                "quant.calibration_batches instead, or name a PTQ checkpoint that has input_global_scale"
+            )
+        inputs |= {group.owner: torch.tensor([initial_input_scale]) for group in groups}
     return (weights, above, inputs), report
 
 
@@ -312,7 +307,7 @@ def _codes(arranged: ArrangedScales, stored: StoredScales) -> dict[str, FileWeig
     parts = {disk: part for of_layer in arranged.linears.values() for disk, part in of_layer.items()}
     found = {}
     for scale in arranged.weights:
-        for one in (one for of_layer in scale.layers for one in of_layer):
+        for one in scale.stored:
             name = one.key.removesuffix(WEIGHT_SCALE)
             zero = None if one.zero_points is None else one.zero_points.values
             codes = file_weight(name, parts[name], scale.group.spec, stored.tensors, one.value, zero)
@@ -324,18 +319,6 @@ def _codes(arranged: ArrangedScales, stored: StoredScales) -> dict[str, FileWeig
 def _missing(scales: list[GroupScale]) -> list[str]:
     """List the owners of the groups without a scale in the files."""
     return [scale.group.owner for scale in scales if not scale.layers]
-
-
-def _initial(groups: list[ScaleGroup], value: float) -> dict[str, Tensor]:
-    """Set the scale of each group of inputs to ``value``, the recipe's initial scale: returns scales by owner. Raises
-    ValueError if a group has a global scale, for which the recipe's value is not meant."""
-    above = [group.owner for group in groups if group.spec.has_global_scale]
-    if above:
-        raise ValueError(
-            f"quant.initial_input_scale cannot set the global scale of the inputs of {listed(above)}: set "
-            "quant.calibration_batches instead, or name a PTQ checkpoint that has input_global_scale"
-        )
-    return {group.owner: torch.tensor([value]) for group in groups}
 
 
 # ---- checks
@@ -368,7 +351,7 @@ def check_stored(quantization: Quantization, arranged: ArrangedScales, stored: S
                 "weights an asymmetric scheme"
             )
     for scale in (*arranged.weights, *arranged.globals, *arranged.inputs):
-        for one in (one for of_layer in scale.layers for one in of_layer):
+        for one in scale.stored:
             check_scale(one.key, one.value, one.shape, scale.group)
             if one.zero_points is not None:
                 _check_zero_points(one.key, one.zero_points, scale.group.spec)
