@@ -36,7 +36,7 @@ from model.checkpoint.names import (
     UnsupportedConversionError,
     own_tensors,
 )
-from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader, garbage_kept, warn_of_zero_tails
+from model.checkpoint.safetensors import FLOATS, CheckpointError, DiskTensor, Reader, garbage_kept, warn_of_zero_tails
 from model.console import progress_bar
 from model.quantized.checkpoint import read_checkpoint
 from model.quantized.quantize_on_load import in_codes
@@ -47,7 +47,6 @@ from quant import SCALE_PARAMETERS
 from quant.kernels import amax
 from quant.packed_weight import packed_codes
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Kinds of problems of a checkpoint, as the error names them.
 _DTYPE = "not bf16, fp16 or fp32, and no codes that its quantization_config explains"
 _CONVERSION = "needs a conversion that is not supported"
@@ -89,13 +88,9 @@ def load_weights(
     model: PreTrainedModel, path: str | Path, *, method: Literal["direct", "rank0"] = "direct"
 ) -> LoadReport:
     """Fill every parameter and persistent buffer of ``model``, except scales and adapters, from the safetensors files
-    in ``path``, cast to the parameter's dtype. A collective.
-
-    Args:
-        model: result of ``build_model``; before ``deepspeed.initialize``.
-        path: directory of the checkpoint.
-        method: "direct": each rank reads its own partitions; "rank0": rank 0 reads everything, and DeepSpeed partitions
-            it.
+    in the directory ``path``, cast to the parameter's dtype. A collective, before ``deepspeed.initialize``. With the
+    method "direct" each rank reads its own partitions; with "rank0" rank 0 reads everything, and DeepSpeed partitions
+    it.
 
     Raises:
         RankError: on every rank, naming the tensors: they are missing, unexpected, found twice, of another shape, of a
@@ -130,8 +125,7 @@ def _fill_direct(reads: list[_Read], reader: Reader) -> None:
         # A stack of experts is many reads.
         targets = {id(read.target): read.target for read in reads}
         own = {key: (local_range(target)[0], local_data(target)) for key, target in targets.items()}
-        if differing := [read for read in reads if not _transfer(read, reader, *own[id(read.target)])]:
-            raise CheckpointError(_differ(differing))
+        _check_tied([read for read in reads if not _transfer(read, reader, *own[id(read.target)])])
 
 
 @torch.no_grad()
@@ -153,8 +147,7 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
                     error = words_of(caught)
     raise_everywhere(error)
     with errors_on_all_ranks(CheckpointError):
-        if differing:
-            raise CheckpointError(_differ(differing))
+        _check_tied(differing)
 
 
 def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
@@ -191,13 +184,13 @@ def _overlap(piece: TensorSlice, start: int, stop: int) -> tuple[int, int]:
     return begin, max(begin, min(stop, piece.start + piece.numel))
 
 
-def _differ(reads: list[_Read]) -> str:
-    """Write the error text for tied tensors that differ on disk: choosing one of them would silently damage the
-    model."""
-    return (
-        f"{listed([f'{read.source.key} and {read.filled_from}' for read in reads])} are tied by the configuration, but "
-        "differ on disk. If they are meant to, set tie_word_embeddings to false in config.json"
-    )
+def _check_tied(differing: list[_Read]) -> None:
+    """Raise CheckpointError if tied tensors differ on disk: choosing one of them would silently damage the model."""
+    if pairs := [f"{read.source.key} and {read.filled_from}" for read in differing]:
+        raise CheckpointError(
+            f"{listed(pairs)} are tied by the configuration, but differ on disk. If they are meant to, set "
+            "tie_word_embeddings to false in config.json"
+        )
 
 
 def _bytes_to_read(reads: list[_Read], method: str) -> int:

@@ -232,7 +232,7 @@ class Names:
     def is_left_out(self, key: str) -> bool:
         """Return True if the tensor ``key`` of a checkpoint belongs to a part that was removed from the model
         (:func:`model.families.take_out_towers`)."""
-        renamed = apply_renamings(key, self._renamings)
+        renamed = self.renamed(key)
         spellings = [key, renamed, f"{self._prefix}.{renamed}"]
         return any(one == part or one.startswith(f"{part}.") for part in self._left_out for one in spellings)
 
@@ -263,7 +263,7 @@ class Names:
     def _find(self, key: str) -> tuple[str, str, str | None]:
         """Return ``key`` renamed, the parameter's name in transformers' model, and the source pattern of the matching
         converter."""
-        renamed = apply_renamings(key, self._renamings)
+        renamed = self.renamed(key)
         name, pattern = rename_source_key(renamed, [], self._converters, self._prefix, self._theirs)
         if name not in self._theirs and key in self._theirs:
             # Already the model's own spelling, matched by a rule for another one.

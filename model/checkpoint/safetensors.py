@@ -45,7 +45,7 @@ DTYPES = {
     "U32": torch.uint32,
     "BOOL": torch.bool,
 }
-
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of unquantized weights
 
 _HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 AGAIN = "copy or download it again"  # how errors of damaged files end
@@ -134,7 +134,12 @@ def read_headers(directory: Path) -> Checkpoint:
         index = _read_index(directory / INDEX)
         files = sorted(set(index.values()))
     else:
-        raise CheckpointError(_nothing_to_read(directory))
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+        only = (
+            f", only {', '.join(pickles)}: pickled weights can run code and are not read. "
+            "Save them as safetensors first (save_pretrained does)"
+        )
+        raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}{only if pickles else ''}")
     checkpoint = Checkpoint({}, [], set())
     for file in files:
         try:
@@ -254,17 +259,6 @@ def _read_index(file: Path) -> dict[str, str]:
     if outside:
         raise DamagedError(f"{file} names files outside its directory: {', '.join(sorted(outside))}")
     return index
-
-
-def _nothing_to_read(directory: Path) -> str:
-    text = f"{directory} has neither {SINGLE} nor {INDEX}"
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
-    if pickles:
-        text += (
-            f", only {', '.join(pickles)}: pickled weights can run code and are not read. "
-            "Save them as safetensors first (save_pretrained does)"
-        )
-    return text
 
 
 class Reader:

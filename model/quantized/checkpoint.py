@@ -43,6 +43,7 @@ from transformers import PreTrainedModel
 from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import (
     AGAIN,
+    FLOATS,
     Checkpoint,
     CheckpointError,
     DiskTensor,
@@ -252,7 +253,6 @@ Spellings = Callable[[str], Iterable[str]]  # all names that rules may use for a
 
 # Dtypes of codes in ``weight``; a tensor of another dtype is a plain weight.
 _CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Suffixes of the tensors that a Linear has in addition to codes, after its name.
 _INVERSE = "weight_scale_inv"
 _OF_WEIGHT = (
@@ -350,7 +350,7 @@ def coded_linear(
             continue  # is calibrated
         if suffix not in found:
             raise ValueError(f"{suffix} is missing, expected {dtype} {list(sides)} for {scheme.name}")
-        dtypes = _FLOATS if "scale" in suffix and dtype in _FLOATS else (dtype,)
+        dtypes = FLOATS if "scale" in suffix and dtype in FLOATS else (dtype,)
         same = _sides(found[suffix].shape) == _sides(sides) if "scale" in suffix else found[suffix].shape == sides
         if found[suffix].dtype not in dtypes or not same:
             raise ValueError(
@@ -437,7 +437,7 @@ def _columns(
     groups = spec.scale_shape((rows, columns))[1]
     expected = {"qweight": words, "qzeros": (groups, rows * spec.bits // 32), "scales": (groups, rows)}
     for end, shape in expected.items():
-        dtypes = _FLOATS if end == "scales" else (torch.int32,)
+        dtypes = FLOATS if end == "scales" else (torch.int32,)
         if parts[end].shape != shape or parts[end].dtype not in dtypes:
             raise ValueError(
                 f"{end} is {parts[end].kind} {list(parts[end].shape)}, expected {dtypes[-1]} {list(shape)}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.checkpoint.safetensors import DiskTensor, Reader
+from model.checkpoint.safetensors import FLOATS, DiskTensor, Reader
 from model.quantized.tensor import read_codes, row_chunks
 from quant.formats.compressed_tensors import scales_of_rows
 from quant.formats.packing import packed_columns
@@ -35,7 +35,6 @@ FAR, FAR_AT_2_BITS, TRAINED, FARTHEST = 4.0, 6.0, 0.12, 1.5
 REFITTED = 2.5
 
 _TOTALS = 4  # sums over a whole Linear
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FileWeight(NamedTuple):
@@ -73,8 +72,8 @@ def file_weight(
     width = columns
     if packed:
         width = columns // 2 if spec.dtype == "fp4_e2m1" else packed_columns(columns, spec.bits)
-    elif found.dtype in _PLAIN:
-        dtypes = _PLAIN
+    elif found.dtype in FLOATS:
+        dtypes = FLOATS
     if found.dtype not in dtypes or found.shape != (rows, width):
         raise ValueError(
             f"{found.file}: {found.key} is {found.kind} {list(found.shape)}, expected "
@@ -118,7 +117,7 @@ def local_products(
         mine = local[begin + low - start : begin + high - start]
         scale, zero = scales_of_rows(chunk, file.scale, file.zero, spec)
         scale, zero = scale.to(local.device), None if zero is None else zero.to(local.device)
-        plain = codes.dtype in _PLAIN
+        plain = codes.dtype in FLOATS
         decoded = codes.float() if plain else dequantize(codes, scale, spec, torch.float32, zero)
         weight = torch.zeros_like(decoded)
         weight.view(-1)[inside] = mine.float()
