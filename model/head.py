@@ -180,12 +180,8 @@ class HiddenStates(HeadProxy):
 
 class LMHead(HeadProxy):
     """Output layer of the model. Inside :meth:`computing` it computes a task instead of logits: a function of hidden
-    states, weight and bias, such as losses. A quantized weight is fake-quantized once for the task.
-
-    Attributes:
-        in_features, out_features: sizes of the layer.
-        weight, bias: Parameters of the layer, under the usual names, so that checkpoints do not change.
-    """
+    states, weight and bias, such as losses. A quantized weight is fake-quantized once for the task. The Parameters have
+    the usual names, so that checkpoints do not change."""
 
     in_features: int
     out_features: int

@@ -226,11 +226,8 @@ def start_from_error(quantization: Quantization) -> None:
     """Initialize every separate adapter (``adapter.merge: false``) from the error of quantization: the product
     ``scaling * lora_b @ lora_a`` becomes the best approximation of its rank to ``W - Q(W)`` (the first step of LoftQ,
     Li et al. 2023, arXiv:2310.08659; LoRC, Yao et al. 2023, arXiv:2303.08302). The weights' scales must be set. A
-    collective: layers are gathered one at a time, and rank 0 computes.
-
-    Raises:
-        RankError: the adapter's dtype cannot represent the factors, because ``adapter.alpha`` is too small or large.
-    """
+    collective: layers are gathered one at a time, and rank 0 computes. Raises RankError if the adapter's dtype cannot
+    represent the factors, because ``adapter.alpha`` is too small or large."""
     beside = {name: one for name, one in quantization.layers.items() if one.adapter and not one.adapter.merges}
     for name, layer in progress_bar(desc="first adapters", unit="layer", over=beside.items()):
         assert layer.adapter is not None

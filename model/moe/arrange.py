@@ -355,15 +355,8 @@ class _Reached(Exception):
 def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden_dim: int) -> list[str]:
     """Find the names, inside ``block``, of the router of ``experts``: children of the block, or its own parameters. The
     gate of shared experts (a Linear with one output) counts as a router, and so do parameters with a value per expert.
-
-    Args:
-        block: parent of ``experts``; its parameters may be on the meta device.
-        experts: module inside ``block`` that is called with hidden states, the chosen experts and their weights.
-        num_experts, hidden_dim: sizes E and H of the experts.
-
-    Raises:
-        ValueError: the block has no router.
-    """
+    Parameters may be on the meta device. ``experts`` is called with hidden states, the chosen experts and their
+    weights. Raises ValueError if the block has no router."""
     (own,) = (name for name, module in block.named_modules() if module is experts)
     parameters = {name: value for name, value in block.named_parameters() if not name.startswith(f"{own}.")}
     found = _by_computation(block, experts, parameters, hidden_dim)

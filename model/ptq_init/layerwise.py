@@ -60,18 +60,10 @@ class CodeErrors:
 def choose_codes(
     model: nn.Module, quantization: Quantization, block: nn.Module, name: str, samples: LayerSamples, errors: CodeErrors
 ) -> Iterator[list[str]]:
-    """Choose the codes and scales of a decoder layer, some Linears at a time, write them, and yield the names of these
-    Linears; a collective. The caller must fake-quantize the yielded Linears before it requests the next ones.
-
-    Args:
-        model, quantization: the quantized model.
-        block, name: the decoder layer.
-        samples: the decoder layer's inputs.
-        errors: the errors of these Linears are added to it.
-
-    Raises:
-        RankError: on every rank: inputs have NaN or Inf, or the model's dtype cannot represent all values of the codes.
-    """
+    """Choose the codes and scales of the decoder layer ``block``, called ``name``, from its inputs ``samples``, some
+    Linears at a time, write them, and yield the names of these Linears; a collective. The caller must fake-quantize the
+    yielded Linears before it requests the next ones. Their errors are added to ``errors``. Raises RankError on every
+    rank if inputs have NaN or Inf, or if the model's dtype cannot represent all values of the codes."""
     for sets in quantized_together(model, quantization, name):
         grams = _grams(quantization, block, sets, samples, name)
         _choose(quantization, block, grams, errors)

@@ -59,12 +59,8 @@ def check_codes(codes: Tensor, spec: TensorSpec, weight: QuantizedTensor) -> Non
 
 def check_not_clipped(quantization: Quantization, owners: Iterable[str]) -> None:
     """Raise RankError, which names the layers, if layers of narrow range have weights that were decoded from the
-    smallest code of the full range; a collective.
-
-    Args:
-        quantization: returned by ``quant.replace_layers``; weights and scales are loaded.
-        owners: owners of the scale groups whose scales were read from the files; other groups are not checked.
-    """
+    smallest code of the full range; a collective, after weights and scales are loaded. Only groups of ``owners`` are
+    checked, whose scales were read from the files."""
     chosen = {*owners}
     groups = [group for group in quantization.weight_groups if group.spec.narrow and group.owner in chosen]
     names = [name for group in groups for name in group.members]

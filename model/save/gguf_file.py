@@ -127,17 +127,9 @@ def without_towers(model: PreTrainedModel, items: list[Item]) -> list[Item]:
 
 
 def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | None) -> GGUFPlan:
-    """Map every tensor of a plan to a GGUF file.
-
-    Args:
-        model: determines the architecture.
-        items: items of the plan.
-        template: a GGUF file of the base model.
-
-    Raises:
-        ValueError: ``template`` is None or belongs to another model; or the plan has tensors that a GGUF file cannot
-            store, or lacks tensors of the template. The message names the first of them.
-    """
+    """Map every tensor of the plan's ``items`` to a GGUF file; ``template`` is a GGUF file of the base model. Raises
+    ValueError if ``template`` is None or belongs to another model; or if the plan has tensors that a GGUF file cannot
+    store, or lacks tensors of the template: the message names the first of them."""
     architecture = architecture_of(model.config).name
     if template is None:
         raise ValueError(

@@ -185,12 +185,9 @@ def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
     """List the layers whose attribute ``weight`` the code of ``model``'s class reads, although a packed layer has none.
 
     Tries the class's initialization and a forward on the meta device, with packed layers. If the forward fails for a
-    missing weight, its error does not say of which layer: then all packed Linears are returned.
-
-    Args:
-        model: any model of the class, partitioned or not; only its config is read.
-        packed: names of the Linears that an export packs. Names that are not Linears in transformers, such as experts,
-            are ignored.
+    missing weight, its error does not say of which layer: then all packed Linears are returned. Only the config of
+    ``model`` is read. ``packed`` names the Linears that an export packs; names that are no Linears in transformers,
+    such as experts, are ignored.
     """
     if not packed:
         return []

@@ -90,12 +90,8 @@ class ShardWriter:
         )
 
     def finish(self) -> None:
-        """Check that every tensor was written, and wait until everything is on disk.
-
-        Raises:
-            OSError: the disk is full, or failed.
-            ValueError: tensors are missing.
-        """
+        """Check that every tensor was written, and wait until everything is on disk. Raises ValueError if tensors are
+        missing, and OSError if the disk is full, or failed."""
         if self._left:
             raise ValueError(
                 f"{self._path}: {len(self._left)} planned tensors were not written, for example {min(self._left)}"

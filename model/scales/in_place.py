@@ -57,21 +57,18 @@ def follow_weights(quantization: Quantization) -> None:
 def measure_weight_scales(
     quantization: Quantization, owners: set[str] | None = None, ranges: Ranges | None = None
 ) -> dict[str, Tensor]:
-    """Measure scales of the current weights, without writing them. A collective.
-
-    Layers that are fused in serving (q, k, v) form a scale group, and one of them, its owner, has the scale.
+    """Measure scales of the current weights, without writing them. A collective. Raises RankError, naming the layers,
+    if a weight has NaN or Inf.
 
     Args:
-        quantization: returned by ``quant.replace_layers``.
-        owners: names of the owners whose groups are measured; all by default.
+        quantization: the quantized layers. Those that are fused in serving (q, k, v) form a scale group, and one of
+            them, its owner, has the scale.
+        owners: owners of the groups that are measured; all by default.
         ranges: how scales are chosen (absmax or search, signed or not); ``quantization.ranges`` by default.
 
     Returns:
         Scales by owner, fp32 in the scale's shape, equal on every rank, for :func:`write_scales`. With zero points
             ``[2, *scale shape]``: scales, then zero points.
-
-    Raises:
-        RankError: a weight has NaN or Inf (on every rank, naming the layers).
     """
     ranges = ranges or quantization.ranges
     groups = [group for group in quantization.weight_groups if owners is None or group.owner in owners]
@@ -158,15 +155,13 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
     """Set each group's scale to ``values[group.owner]`` by writing its s0; a collective.
 
     Theta does not change, so ``s0 = value / exp(theta)``: theta has an fp32 master copy and moments in the optimizer,
-    which this function could not change. Before training theta is 0 and s0 is the value.
+    which this function could not change. Before training theta is 0 and s0 is the value. Raises ValueError, and writes
+    nothing, if a scale or zero point is invalid or misshapen (:func:`check_values`).
 
     Args:
         groups: scale groups; groups whose owner has no value do not change.
         values: fp32 tensors of the group's scale shape (with zero points ``[2, *scale shape]``), on any device. Only
             the values of rank 0 are used, but every rank must pass the same owners.
-
-    Raises:
-        ValueError: a scale or zero point is invalid or misshapen (:func:`check_values`); nothing is written.
     """
     check_values(groups, values)
     fill_scales(groups, values)

@@ -276,11 +276,8 @@ SWAPPED = ".swp"
 
 
 def load_async_io() -> None:
-    """Load DeepSpeed's op ``async_io``, which reads and writes the files; it is compiled once per machine.
-
-    Raises:
-        ValueError: libaio or a compiler is missing, or the process may not lock memory.
-    """
+    """Load DeepSpeed's op ``async_io``, which reads and writes the files; it is compiled once per machine. Raises
+    ValueError if libaio or a compiler is missing, or the process may not lock memory."""
     remedy = "install the package libaio-dev (libaio-devel) and a C++ compiler, or offload to cpu"
     if not AsyncIOBuilder().is_compatible():  # it links a program of one line
         raise ValueError(f"libaio or a compiler is missing: {remedy}")
