@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from model.checkpoint.safetensors import SINGLE, Reader, read_tensor
+from model.checkpoint.safetensors import Reader, read_tensor
 from model.console import progress_bar
 from model.quantized.tensor import chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, words_of
@@ -49,23 +49,11 @@ def safetensors_file(path: Path, items: list[Item], metadata: Mapping[str, str] 
     return ShardWriter(path, shapes, safetensors_head(shapes, metadata))
 
 
-def write_shards(
-    shards: list[list[Item]], directory: Path, single: str = SINGLE, writer: Writers = safetensors_file
-) -> tuple[list[str], int]:
-    """Gather the plan's modules in order; rank 0 packs and writes them. A collective.
-
-    Args:
-        shards: items of each file.
-        directory: output directory.
-        single: file name if there is only one file.
-        writer: function that creates a file, by its path and items.
-
-    Returns:
-        The files' names, and the peak bytes of gathered and packed tensors on this rank.
-
-    Raises:
-        RankError: on every rank, if rank 0 lacks memory, or could not write a file (after the gathers of this file).
-    """
+def write_shards(shards: list[list[Item]], directory: Path, single: str, writer: Writers) -> tuple[list[str], int]:
+    """Gather the modules of ``shards``, the items of each file, in order; rank 0 packs them, and writes them into files
+    that ``writer`` creates in ``directory``. A collective. A single file is called ``single``. Returns the files'
+    names, and the peak bytes of gathered and packed tensors on this rank. Raises RankError, on every rank, if rank 0
+    lacks memory, or could not write a file (after the gathers of this file)."""
     limit = min(GATHER_BYTES, max(item.gathered_bytes for shard in shards for item in shard))
     by_shard = [list(batches(shard, lambda item: item.gathered_bytes, limit)) for shard in shards]
     held, buffer = BufferedBytes(), ReceiveBuffer()
@@ -231,13 +219,6 @@ def _plain_weights(item: Item) -> Iterator[tuple[str, Tensor]]:
         yield name, part.weight(item.parameters[0].detach())
 
 
-def _source_scales(item: Item, name: str) -> dict[str, Tensor]:
-    """Read the scales of a Linear in the source, by suffix."""
-    with Reader() as reader:
-        own = {key.rpartition(".")[2]: one for key, one in item.source.items() if key.rpartition(".")[0] == name}
-        return {suffix: read_tensor(reader, one).float() for suffix, one in own.items()}
-
-
 def _packed(item: Item, held: BufferedBytes) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield each Linear on disk of a QuantLayer: its name, and its tensors by suffix, in CPU memory."""
     layer = item.module
@@ -250,16 +231,11 @@ def _packed(item: Item, held: BufferedBytes) -> Iterator[tuple[str, dict[str, Te
         weight, of_part = part.weight(whole), part.of_scale(scale, spec)
         if codes:  # values in fp32 have the same codes, values in the model's dtype may round to others
             weight = dequantized_weight(weight, of_part.s0, spec, zero=of_part.zero).to(weight.device)
-        linear = TrainedLinear(
-            name,
-            weight,
-            of_part,
-            input_scale,
-            layer.bias,
-            layer.scheme,
-            layer.weight.dtype,
-        )
-        tensors = linear_tensors(item.layout, linear, _source_scales(item, name))
+        linear = TrainedLinear(name, weight, of_part, input_scale, layer.bias, layer.scheme, layer.weight.dtype)
+        own = {key.rpartition(".")[2]: one for key, one in item.source.items() if key.rpartition(".")[0] == name}
+        with Reader() as reader:
+            of_source = {suffix: read_tensor(reader, one).float() for suffix, one in own.items()}
+        tensors = linear_tensors(item.layout, linear, of_source)
         if item.turned:
             tensors["weight"] = tensors["weight"].t().contiguous()
         if isinstance(layer, QuantLinear) and layer.rotation is not None:

@@ -197,7 +197,7 @@ def _aligned_sizes(shared: Iterable[Tensor]) -> list[int]:
     return [-(-dist.get_world_size() * partition_of(p).nbytes // _ALIGNMENT) * _ALIGNMENT for p in shared]
 
 
-def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = None) -> Iterator[None]:
+def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer) -> Iterator[None]:
     """Gather batches of parameters on rank 0, for reading. A collective that yields on every rank once for each batch.
 
     Each rank sends its partitions to rank 0. This is faster than an all-gather, and the other ranks, where parameters
@@ -207,7 +207,7 @@ def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = No
 
     Args:
         batches: lists of parameters to gather together, partitioned and plain in any mixture.
-        buffer: memory reserved for ``batches``, for callers that gather repeatedly; allocated here if None.
+        buffer: memory, on rank 0 reserved for ``batches``.
     """
     if dist.is_initialized() and dist.get_rank() > 0:
         for batch in batches:
@@ -215,9 +215,6 @@ def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = No
             _finish(_begin([dist.P2POp(dist.isend, share, 0) for share in shares]))
             yield
         return
-    if buffer is None:
-        buffer = ReceiveBuffer()
-        buffer.reserve(batches)
     following = _receive(buffer, 0, batches)
     for number, batch in enumerate(batches):
         received, following = following, _receive(buffer, number + 1, batches)

@@ -149,12 +149,9 @@ def secondary_partitions(model: nn.Module) -> list[Tensor]:
 
 DsConfig = dict[str, Any]
 
-
 # Frozen parameters of up to WHOLE_ELEMENTS stay whole on every rank, up to WHOLE_ELEMENTS_IN_ALL in total (64 MB). The
 # former is DeepSpeed's default persistence threshold: it never releases smaller parameters anyway.
 WHOLE_ELEMENTS = 100_000
-
-
 WHOLE_ELEMENTS_IN_ALL = 16 * 2**20
 
 
@@ -205,22 +202,17 @@ def materialize(model: nn.Module, ds_config: DsConfig, device: torch.device) -> 
     only, and a collective. Parameters are allocated one at a time: a rank never allocates more than its partitions and
     the parameter being partitioned. A Parameter object that several modules share stays one object."""
     made: dict[int, Parameter] = {}
-    with _zero_init(ds_config):
+    context: AbstractContextManager[object] = nullcontext()
+    if stage(ds_config) == 3:
+        # Pass the configuration, never `dtype`: with dtype=torch.float32 zero.Init creates bf16 parameters on a CPU.
+        context = deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(ds_config), **_hpz_group(ds_config))
+    with context:  # import nothing inside: zero.Init patches torch's tensor constructors
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:
                     if id(parameter) not in made:
                         made[id(parameter)] = _One(parameter, device).weight
                     setattr(module, name, made[id(parameter)])
-
-
-def _zero_init(ds_config: DsConfig) -> AbstractContextManager[object]:
-    """Return ``zero.Init`` under stage 3, and an empty context on the other stages. Import nothing inside:
-    ``zero.Init`` patches torch's tensor constructors."""
-    if stage(ds_config) < 3:
-        return nullcontext()
-    # Pass the configuration, never `dtype`: with dtype=torch.float32 zero.Init creates bf16 parameters on a CPU.
-    return deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(ds_config), **_hpz_group(ds_config))
 
 
 def _hpz_group(ds_config: DsConfig) -> dict[str, Any]:

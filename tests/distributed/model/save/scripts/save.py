@@ -119,7 +119,10 @@ def gathered_on_rank_0(model, whole: dict[str, torch.Tensor]) -> dict[str, list[
     before, wrong = state(), []
     names = list(parameters)
     batches = [names[start : start + 4] for start in range(0, len(names), 3)]  # neighbors share one
-    turns = gathered_on_main([[parameters[name] for name in batch] for batch in batches])
+    together = [[parameters[name] for name in batch] for batch in batches]
+    buffer = ReceiveBuffer()
+    buffer.reserve(together)
+    turns = gathered_on_main(together, buffer)
     for batch, _ in zip(batches, turns, strict=True):
         inside = batch if is_main() else []
         wrong += [key for key in inside if not torch.equal(parameters[key].detach().cpu(), whole[key])]
