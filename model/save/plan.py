@@ -333,23 +333,15 @@ def _copied_items(
     computed, tables = {name for name, _ in model.named_non_persistent_buffers()}, re.compile(ROTARY_TABLES)
     for key, tensor in source.items():
         if (as_source or not (tables.search(key) or key in computed)) and names.is_unknown(key):
-            yield _copied_item(tensor, model.dtype, owned)
+            if isinstance(tensor, DiskTensor):
+                yield Item(key, None, [], _copied_shapes([tensor]), copied=tensor)
+            elif stored := owned.get(tensor.name):
+                yield Item(key, None, [], _copied_shapes(stored), copied=tensor, stored=stored)
+            else:  # decoded: its scales are no part of the export's numerics
+                yield Item(key, None, [], {key: (model.dtype, tensor.shape)}, copied=tensor)
     for key, one in beside.items():
         if key.endswith(CACHE_ENDS):
-            yield replace(_copied_item(one, model.dtype, owned), stored=[one])
-
-
-def _copied_item(
-    tensor: DiskTensor | QuantizedTensor, dtype: torch.dtype, owned: Mapping[str, list[DiskTensor]]
-) -> Item:
-    """Create the item of a tensor outside of the model. A quantized one is decoded, unless ``owned`` has its codes and
-    scales, by the name of the Linear."""
-    if isinstance(tensor, DiskTensor):
-        return Item(tensor.key, None, [], _copied_shapes([tensor]), copied=tensor)
-    if tensor.name not in owned:  # its scales are no part of the export's numerics
-        return Item(tensor.key, None, [], {tensor.key: (dtype, tensor.shape)}, copied=tensor)
-    own = owned[tensor.name]
-    return Item(tensor.key, None, [], _copied_shapes(own), copied=tensor, stored=own)
+            yield Item(key, None, [], _copied_shapes([one]), copied=one, stored=[one])
 
 
 def _copied_shapes(tensors: Sequence[DiskTensor]) -> Shapes:

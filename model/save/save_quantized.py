@@ -7,7 +7,6 @@ the place of the source's files in an export of the project's own loop: same pla
 import copy
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -75,5 +74,6 @@ def save_quantized(
             tokenizer.save_pretrained(source)
         if layout == "compressed" and (reason := not_loaded(model, quantization)):
             say(f"warning: {reason}: the export will be one for vLLM and SGLang")
-        options: dict[str, Any] = {"layout": layout, "max_shard_size": max_shard_size, "copied": False}
-        return export_model(model, quantization, source, directory, **options)
+        return export_model(
+            model, quantization, source, directory, layout=layout, max_shard_size=max_shard_size, copied=False
+        )
