@@ -63,7 +63,7 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
             fitted = fit_scales(weight, dequantize(codes, ones, spec, torch.float32, scale.zero), scale.s0, gram)
             scale = scale._replace(s0=effective_scale(fitted, None, spec, dtype))
     nearest = quantize(weight, first.s0, spec, first.zero)
-    damped = _damped(gram, DAMPING).float()
+    damped = _damped(gram).float()
     errors = [
         row_errors(dequantize(found, at.s0, spec, dtype, at.zero).float() - weight.float(), damped)
         for found, at in ((codes, scale), (nearest, first))
@@ -73,9 +73,7 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def compensate(
-    weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, dtype: torch.dtype, damping: float = DAMPING
-) -> Tensor:
+def compensate(weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Compute weights whose nearest codes are GPTQ's codes: each element with the value that GPTQ rounds, which
     compensates for the errors of the columns rounded before.
 
@@ -85,7 +83,6 @@ def compensate(
         spec: number format.
         gram: ``H = X'X [in, in]`` of the inputs ``X [tokens, in]``, fp64.
         dtype: the model's dtype, to which the product of code and scale is rounded.
-        damping: added to the diagonal of ``H``, as a share of its mean.
 
     Returns:
         fp32 ``[rows, in]``, to be quantized with the same scales.
@@ -94,7 +91,7 @@ def compensate(
         ValueError: ``H`` is not finite.
     """
     order = gram.diagonal().argsort(descending=True, stable=True)
-    factor = _factor(gram[order][:, order], damping).float()
+    factor = _factor(gram[order][:, order]).float()
     size = weight.shape[1] // scale.s0.shape[1]
     groups = (order // size).tolist()
     left = weight.float()[:, order]
@@ -114,7 +111,7 @@ def compensate(
 
 
 @torch.no_grad()
-def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, damping: float = DAMPING) -> Tensor:
+def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor) -> Tensor:
     """Fit scales to given codes so that the output error is smallest.
 
     For each row, the scales ``s_g`` minimize ``(w - sum_g s_g q_g) H (w - sum_g s_g q_g)``, where ``q_g`` has the codes
@@ -125,13 +122,12 @@ def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, d
         weight: ``[rows, in]``.
         values: codes as numbers ``[rows, in]``, zero points subtracted.
         scale: the scales used to choose the codes, ``[rows, groups]``.
-        gram, damping: ``H [in, in]`` of the inputs, fp64, and the share of its mean diagonal that is added to its
-            diagonal.
+        gram: ``H [in, in]`` of the inputs, fp64.
 
     Returns:
         fp32 ``[rows, groups]``, not yet rounded to the stored format.
     """
-    damped = _damped(gram, damping)
+    damped = _damped(gram)
     groups, size = scale.shape[1], weight.shape[1] // scale.shape[1]
     found = []
     for rows in zip(weight.split(_ROWS), values.split(_ROWS), scale.split(_ROWS), strict=True):
@@ -165,11 +161,11 @@ def row_errors(difference: Tensor, gram: Tensor) -> Tensor:
     return torch.cat([((rows @ gram) * rows).sum(1, dtype=torch.float64) for rows in parts])
 
 
-def _damped(gram: Tensor, damping: float) -> Tensor:
-    return gram + torch.diag((damping * gram.diagonal().mean()).expand(len(gram)))
+def _damped(gram: Tensor) -> Tensor:
+    return gram + torch.diag((DAMPING * gram.diagonal().mean()).expand(len(gram)))
 
 
-def _factor(gram: Tensor, damping: float) -> Tensor:
+def _factor(gram: Tensor) -> Tensor:
     """Compute ``U``, upper triangular, with ``U'U`` the inverse of the damped ``gram``; fp64.
 
     ``H = R R'`` with ``R`` upper triangular is a Cholesky factorization from the last row to the first; ``U`` is the
@@ -180,7 +176,7 @@ def _factor(gram: Tensor, damping: float) -> Tensor:
     mean = diagonal.mean()
     if not bool(mean.isfinite()):
         raise ValueError("the inputs of a layer have NaN or Inf in calibration: check the model and the samples")
-    damped = gram + torch.diag((damping * mean).expand(len(gram)) + (diagonal == 0) * mean.clamp(min=1.0))
+    damped = gram + torch.diag((DAMPING * mean).expand(len(gram)) + (diagonal == 0) * mean.clamp(min=1.0))
     upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return torch.linalg.solve_triangular(upper, identity, upper=True)
