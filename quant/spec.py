@@ -323,10 +323,6 @@ class Preset:
     linear: Scheme | None
     kv_cache: TensorSpec | None = None
 
-    def __post_init__(self) -> None:
-        if self.kv_cache not in (None, FP8_TENSOR):
-            raise ValueError(f"the KV cache can be {FP8_TENSOR} or None, got {self.kv_cache}")
-
 
 PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.items()} | {
     "fp8_kv": Preset(None, FP8_TENSOR),
