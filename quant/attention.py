@@ -95,7 +95,27 @@ def wrap_attention(
         raise ValueError(
             f"found a {type(model).__name__}, expected a PreTrainedModel, as its attention must be replaced"
         )
-    name = _register(model.config._attn_implementation, attentions, label, wrap, wrap_mask)
+    base = model.config._attn_implementation
+    implementations = {_implementation(base, name, attention) for name, attention in attentions.items()}
+    if len(implementations) > 1:
+        raise ValueError(
+            f"found attention modules with different implementations of {base!r}, expected one in the whole model: set "
+            "model.attn_implementation to another one"
+        )
+    (implementation,) = implementations
+
+    def under_its_name(module: Any, *args: Any, **kwargs: Any) -> Any:
+        its_config = Changed(module.config, _attn_implementation=base)
+        return implementation(Changed(module, config=its_config), *args, **kwargs)
+
+    # transformers would look up a kernel for a name with "flash" or a slash; flash kernels are looked up by the name in
+    # the module's configuration.
+    name = f"{base}_{label}_{implementation.__module__.rpartition('.')[2]}"
+    name = re.sub(r"\W", "_", name.replace("flash", "fast"))
+    AttentionInterface.register(name, wrap(under_its_name if "flash" in base else implementation))
+    masks = AttentionMaskInterface()
+    if base in masks:
+        AttentionMaskInterface.register(name, wrap_mask(masks[base]))
     model.set_attn_implementation(name)
     for path, attention in attentions.items():
         if attention.config._attn_implementation != name:
@@ -110,38 +130,6 @@ def _globals_used(module: nn.Module) -> tuple[str, ...]:
 
 def _forward(module: nn.Module) -> Callable[..., Any]:
     return inspect.unwrap(type(module).forward)
-
-
-def _register(
-    base: str,
-    attentions: Mapping[str, Any],
-    label: str,
-    wrap: Callable[[AttentionFunction], AttentionFunction],
-    wrap_mask: Callable[[AttentionFunction], AttentionFunction],
-) -> str:
-    """Register the wrapper of ``base`` for the attention modules; return the new name."""
-    implementations = {_implementation(base, name, attention) for name, attention in attentions.items()}
-    if len(implementations) > 1:
-        raise ValueError(
-            f"found attention modules with different implementations of {base!r}, expected one in the whole model: set "
-            "model.attn_implementation to another one"
-        )
-    (implementation,) = implementations
-
-    def under_its_name(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return implementation(
-            Changed(module, config=Changed(module.config, _attn_implementation=base)), *args, **kwargs
-        )
-
-    # transformers would look up a kernel for a name with "flash" or a slash; flash kernels are looked up by the name in
-    # the module's configuration.
-    name = f"{base}_{label}_{implementation.__module__.rpartition('.')[2]}"
-    name = re.sub(r"\W", "_", name.replace("flash", "fast"))
-    AttentionInterface.register(name, wrap(under_its_name if "flash" in base else implementation))
-    masks = AttentionMaskInterface()
-    if base in masks:
-        AttentionMaskInterface.register(name, wrap_mask(masks[base]))
-    return name
 
 
 def _implementation(base: str, name: str, attention: nn.Module) -> AttentionFunction:
@@ -259,13 +247,8 @@ class _FakeQuantize(torch.autograd.Function):
             (mask,) = saved
             return kernels.masked_(grad, mask), None, None, None, None
         x, s0, theta = saved
-        grad_theta = kernels.fake_quantize_backward_(
-            grad,
-            x,
-            Quantizer(Scale(s0, theta), ctx.spec, x.dtype),
-            factor=lsq_factor(ctx.features, ctx.spec),
-            theta_gradient=True,
-        )
+        quantizer, factor = Quantizer(Scale(s0, theta), ctx.spec, x.dtype), lsq_factor(ctx.features, ctx.spec)
+        grad_theta = kernels.fake_quantize_backward_(grad, x, quantizer, factor=factor, theta_gradient=True)
         return grad if needs_x else None, None, grad_theta, None, None
 
 

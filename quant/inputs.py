@@ -71,7 +71,12 @@ def quantize_input(
     """Quantize ``x`` for the GEMM, with the tensors that backward needs. ``scale`` is the stored scale of the input; of
     a dynamic input the global scale, or None if the format has none."""
     if spec.dynamic:
-        return _quantize_dynamic(x, None if scale is None else scale.s0, spec, wanted)
+        above = None if scale is None else scale.s0
+        # Integers keep no codes or mask for backward: they clip at one end of every token and may have zero points.
+        if not any(wanted) or spec.dtype == "int" or x.numel() == 0:
+            return QuantizedInput(kernels.fake_quantize_tokens(x, spec, above))
+        kept = QuantizedInput(*kernels.keep_tokens(x, spec, above, mask=wanted.mask))
+        return kept if wanted.codes else kept._replace(codes=None)
     assert scale is not None
     quantizer = Quantizer(scale, spec, model_dtype)
     if not any(wanted):
@@ -130,15 +135,6 @@ class Restored:
     def drop(self) -> None:
         """Free the cached quantized input."""
         self._entry, self._uses = None, 0
-
-
-def _quantize_dynamic(x: Tensor, above: Tensor | None, spec: TensorSpec, wanted: Wanted) -> QuantizedInput:
-    """Quantize an input with dynamic scales; ``above`` is the global scale, fp32 ``(1,)``, or None. Integer inputs keep
-    no codes or mask for backward: they clip at one end of every token and may have zero points."""
-    if not any(wanted) or spec.dtype == "int" or x.numel() == 0:
-        return QuantizedInput(kernels.fake_quantize_tokens(x, spec, above))
-    kept = QuantizedInput(*kernels.keep_tokens(x, spec, above, mask=wanted.mask))
-    return kept if wanted.codes else kept._replace(codes=None)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from quant import kernels
 from quant.linear import QuantLayer, StackedLinear
@@ -75,8 +75,7 @@ def prepare(
             "batches, such as lambda model: model(ids); or choose a scheme with dynamic scales, such as fp8_dynamic"
         )
     before = dict(model.named_modules())
-    head_of: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = head_of()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     routers = [name for module in before.values() for name in getattr(module, "routers", ()) if name in before]
     own = [rf"{re.escape(name)}(\..+)?" for name in routers]
     own += [re.escape(name) for name, module in before.items() if module is head]
@@ -197,14 +196,11 @@ def _measure_weights(quantization: Quantization) -> None:
             group.zero.copy_(zero)
         bad += [] if bool(scales.isfinite().all()) else [group.owner]
     for group in quantization.global_groups:
-        stats = [_absmax(layers[name].weight) for name in group.members]
-        group.s0.copy_(global_scale(torch.stack(stats).amax(0), group.spec))
+        weights = [layers[name].weight for name in group.members]
+        absmax = [partial_stats(one.reshape(-1), 0, tuple(one.shape), FP8_TENSOR).amax(0) for one in weights]
+        group.s0.copy_(global_scale(torch.stack(absmax).amax(0), group.spec))
     if bad:
         raise ValueError(f"weights with NaN or Inf cannot be quantized: {examples(bad)}; load other weights")
-
-
-def _absmax(weight: Tensor) -> Tensor:
-    return partial_stats(weight.reshape(-1), 0, tuple(weight.shape), FP8_TENSOR).amax(0)
 
 
 @torch.no_grad()

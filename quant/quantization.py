@@ -186,10 +186,10 @@ class Quantization:
 
     def observe(self, on: bool) -> None:
         """Start or stop observing the inputs of every input group; starting resets the statistics."""
-        modules, observers = self.modules, self._observers
+        modules = self.modules
         for group in self.input_groups:
-            if on:
-                observers[group.owner].reset()
+            if on and group.observer is not None:
+                group.observer.reset()
             for name in group.members:
                 modules[name].input_observer = group.observer if on else None
 
@@ -373,29 +373,18 @@ def _check_layers(
         if (problem := shared.get(name) or _problem(name, linear, schemes[name]))
     }
     problems = _between_blocks(modules, linears, schemes) | problems
-    tables = {name: problem for name, problem in shared.items() if name not in linears}
-    if problems or tables:
-        raise ValueError(_cannot_be_quantized(modules, linears, schemes, problems, tables))
-
-
-def _cannot_be_quantized(
-    modules: Mapping[str, nn.Module],
-    linears: Linears,
-    schemes: Mapping[str, Scheme],
-    problems: dict[str, str],
-    tables: dict[str, str],
-) -> str:
-    """Write the error text for layers (``problems``) and embeddings (``tables``) that cannot be quantized, by name. It
-    lists all layers to exempt: also layers that serving fuses with them, and the other Linears of a stack."""
+    tables = [problem for name, problem in shared.items() if name not in linears]
+    if not (problems or tables):
+        return
+    # All layers to exempt: also layers that serving fuses with them, and the other Linears of a stack.
     names = dict.fromkeys(problems)
     for members in fused_sets({name: schemes[name] for name in linears}, dict(modules), across_experts=False):
         names |= dict.fromkeys(members) if problems.keys() & members else {}
     for stack in [name for name in names if isinstance(linears[name], StackedLinear)]:
         names |= dict.fromkeys(name for name in linears if name.rpartition(".")[0] == stack.rpartition(".")[0])
     parts = [part.name for name in names for part in linears_of(name, linears[name])]
-    return examples(list(dict.fromkeys([*tables.values(), *problems.values()]))) + (
-        f"; to leave them as they are, set {exempt_line(parts)}" if parts else ""
-    )
+    found = examples(list(dict.fromkeys([*tables, *problems.values()])))
+    raise ValueError(found + (f"; to leave them as they are, set {exempt_line(parts)}" if parts else ""))
 
 
 def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> str | None:
@@ -458,12 +447,6 @@ def _computes_linear(module: nn.Linear) -> bool:
     return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
 
 
-def _tied_ends(modules: Mapping[str, nn.Module], schemes: Mapping[str, Scheme], names: Sequence[str]) -> bool:
-    """Return True if layers with one weight are the embeddings and lm_head, and have one scheme."""
-    tables = [name for name in names if isinstance(modules[name], nn.Embedding)]
-    return len(names) == 2 and len(tables) == 1 and schemes.get(names[0]) == schemes.get(names[1])
-
-
 def _shared(modules: Mapping[str, nn.Module], schemes: Mapping[str, Scheme], chosen: Iterable[str]) -> dict[str, str]:
     """Find the error texts of layers that share their weight with another module: one tensor on disk cannot be both
     quantized and unquantized. Embeddings and lm_head may share it if they have one scheme."""
@@ -474,7 +457,9 @@ def _shared(modules: Mapping[str, nn.Module], schemes: Mapping[str, Scheme], cho
     found = {}
     for name in chosen:
         names = users[id(modules[name].weight)]
-        if len(names) > 1 and not _tied_ends(modules, schemes, names):
+        tables = [one for one in names if isinstance(modules[one], nn.Embedding)]
+        tied = len(names) == 2 and len(tables) == 1 and schemes.get(names[0]) == schemes.get(names[1])
+        if len(names) > 1 and not tied:
             found[name] = f"{' and '.join(names)} share one weight; leave {name} unquantized"
     return found
 

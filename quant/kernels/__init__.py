@@ -127,22 +127,11 @@ def fake_quantize_backward_(
 
     ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends only on the shape.
     """
-    if not theta_gradient or quantizer.spec.granularity != "block":
-        operands = (
-            *_run_scales(x.shape, quantizer, grad),
-            factor,
-            theta_gradient,
-            *_zero_and_above(quantizer),
-            of_weight,
-        )
-        grad_theta = _operators().fake_quantize_backward_(grad, x, *operands)
-        return grad_theta if theta_gradient else None
-    return _block_gradients_(grad, x, quantizer, factor, of_weight)
-
-
-def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: float, of_weight: bool) -> Tensor:
-    """Overwrite ``grad`` with the gradient of ``x`` and return theta's gradient, for learned scales per block."""
     (s0, theta, *_), spec, _ = quantizer
+    if not theta_gradient or spec.granularity != "block":
+        of_x = (grad, x, *_run_scales(x.shape, quantizer, grad), factor, theta_gradient)
+        grad_theta = _operators().fake_quantize_backward_(*of_x, *_zero_and_above(quantizer), of_weight)
+        return grad_theta if theta_gradient else None
     assert theta is not None
     effective = effective_scale(quantizer, after=grad)
     runs = per_run(effective, x.shape, spec)
@@ -214,7 +203,8 @@ def fake_quantize_tokens(
 ) -> Tensor:
     """Quantize and dequantize ``x [..., features]`` with dynamic scales per token or group, without a gradient.
     ``above`` is the global scale, fp32 ``(1,)``, if ``spec`` has one."""
-    return _operators().fake_quantize_tokens(*_token_arguments(x, spec), after, *_stored(spec, above)).view(x.shape)
+    of_x = (_token_groups(x, spec), grid_of(spec), spec.symmetric)
+    return _operators().fake_quantize_tokens(*of_x, after, *_stored(spec, above)).view(x.shape)
 
 
 def fake_quantize_tokens_and_mask_(
@@ -223,8 +213,9 @@ def fake_quantize_tokens_and_mask_(
     """Compute the backward of :func:`fake_quantize_tokens`: overwrites ``grad``, contiguous in the shape and dtype of
     ``x``, with the gradient of ``x``. Returns the fake-quantized ``x`` from the same launch if ``values``, else
     None."""
-    groups, of_x = _token_groups(grad, spec), _token_arguments(x, spec)
-    found: Tensor = _operators().fake_quantize_tokens_and_mask_(groups, *of_x, values, *_stored(spec, above))
+    groups = (_token_groups(grad, spec), _token_groups(x, spec))
+    operands = (*groups, grid_of(spec), spec.symmetric, values, *_stored(spec, above))
+    found: Tensor = _operators().fake_quantize_tokens_and_mask_(*operands)
     return found.view(x.shape) if values else None
 
 
@@ -331,11 +322,6 @@ def _single_scale(quantizer: Quantizer) -> tuple[Tensor, int, torch.dtype]:
     (s0, theta, _, _), spec, dtype = quantizer
     assert theta is None and spec.granularity == "tensor"
     return s0, grid_of(spec), stored_dtype(spec, dtype)
-
-
-def _token_arguments(x: Tensor, spec: TensorSpec) -> tuple[Tensor, int, bool]:
-    """Return ``x, grid, symmetric`` for the operators on tokens, groups as rows."""
-    return _token_groups(x, spec), grid_of(spec), spec.symmetric
 
 
 def _stored(spec: TensorSpec, above: Tensor | None) -> tuple[torch.dtype | None, Tensor | None]:
