@@ -432,9 +432,9 @@ class UsedWeightFunction(torch.autograd.Function):
         grad_weight = grad.clone(memory_format=torch.contiguous_format)
         if is_placeholder(weight):  # the owner of the weight computes the theta's gradient
             grad_theta = torch.zeros_like(scale[1]) if needs_theta else None
-            return None, None, grad_weight if needs_weight else None, None, grad_theta, None, None
-        quantizer = Quantizer(Scale(*scale), ctx.spec, weight.dtype)
-        grad_theta = kernels.fake_quantize_backward_(
-            grad_weight, weight, quantizer, factor=ctx.factor, theta_gradient=needs_theta, of_weight=True
-        )
+        else:
+            quantizer = Quantizer(Scale(*scale), ctx.spec, weight.dtype)
+            grad_theta = kernels.fake_quantize_backward_(
+                grad_weight, weight, quantizer, factor=ctx.factor, theta_gradient=needs_theta, of_weight=True
+            )
         return None, None, grad_weight if needs_weight else None, None, grad_theta, None, None

@@ -210,11 +210,14 @@ class Fused(NamedTuple):
     mlps: list[str]
     left: dict[str, str]
 
+    def unchanged(self) -> str:
+        """Write examples of ``left``."""
+        return examples([f"{name} ({why})" for name, why in self.left.items()], 2)
+
     def summary(self) -> str:
         """Write one line: how many norms and MLPs were replaced, and why others were not."""
         done = f"{len(self.norms)} norms and {len(self.mlps)} MLPs pass codes to the layers that read them"
-        left = [f"{name} ({why})" for name, why in self.left.items()]
-        return done + (f"; {len(left)} stay: {examples(left, 2)}" if left else "")
+        return done + (f"; {len(self.left)} stay: {self.unchanged()}" if self.left else "")
 
 
 def fuse(model: nn.Module) -> Fused:
@@ -245,14 +248,11 @@ def fuse(model: nn.Module) -> Fused:
         else:
             fused.left[name] = problem
     if not (fused.norms or fused.mlps):
-        raise ValueError(f"quant.fuse_norms: true, expected false: {_nothing_to_fuse(model, fused)}")
+        why = f"the layers of {type(model).__name__} are none of {', '.join(LAYERS)}"
+        if fused.left:
+            why = f"nothing can be fused: {fused.unchanged()}"
+        raise ValueError(f"quant.fuse_norms: true, expected false: {why}")
     return fused
-
-
-def _nothing_to_fuse(model: nn.Module, fused: Fused) -> str:
-    if not fused.left:
-        return f"the layers of {type(model).__name__} are none of {', '.join(LAYERS)}"
-    return f"nothing can be fused: {examples([f'{name} ({why})' for name, why in fused.left.items()], 2)}"
 
 
 def _problem_of_norm(norm: nn.Module, parent: nn.Module, readers: Sequence[str]) -> str | None:

@@ -270,7 +270,7 @@ class QuantLinear(QuantLayer):
         For a stack, ``x`` is ``[rows, in_features]``, sorted by expert, and ``offsets``, int32 ``[E]``, are the ends of
         the experts' rows.
         """
-        self.trained = self.trained or torch.is_grad_enabled()
+        self.trained |= torch.is_grad_enabled()
         if x.dtype != self.weight.dtype and torch.is_autocast_enabled(x.device.type):
             x = x.to(self.weight.dtype)  # the weight's codes and scales depend on its dtype, so that is kept
         if self.rotation is not None:
@@ -313,8 +313,7 @@ class QuantLinear(QuantLayer):
         """Return the weight ``[out, in]`` as the forward multiplies it: fake-quantized if ``weight_fake_quant``, else
         unchanged; differentiable. For callers whose product is not a plain GEMM; the layer must have no adapter."""
         assert self.adapter is None, "lm_head is no target of adapters"
-        if torch.is_grad_enabled():
-            self.trained = True
+        self.trained |= torch.is_grad_enabled()
         if not self.weight_fake_quant:
             if self.weight_theta is None or not torch.is_grad_enabled():
                 return self.weight
@@ -390,8 +389,7 @@ class QuantEmbedding(QuantLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ``ids`` (int64, any shape). Returns ``[..., features]`` in the model's dtype."""
-        if torch.is_grad_enabled():
-            self.trained = True
+        self.trained |= torch.is_grad_enabled()
         rows = F.embedding(ids, self.weight, self.padding_idx)
         theta: Tensor | None = self.weight_theta
         if not self.weight_fake_quant or ids.numel() == 0:
