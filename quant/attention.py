@@ -10,7 +10,7 @@ probabilities to fp8 are not simulated.
 
 transformers' models call attention through a registry of implementations (``AttentionInterface``), with queries, keys
 and values in their final form. :func:`wrap_attention` registers a wrapper under a new name, and sets the model to that
-name; ``parallel.sequence`` uses it, too. :func:`attach_kv_cache` wraps the model's implementation (sdpa, eager,
+name; :mod:`model.sequence` uses it, too. :func:`attach_kv_cache` wraps the model's implementation (sdpa, eager,
 flex_attention, flash_attention_2 or the user's own) in a function that first quantizes keys and values with the scales
 of the attention module. With transformers' cache, unquantized keys and values are stored, and quantized when read. The
 result is the same, as tokens are quantized independently.
@@ -255,16 +255,9 @@ class _FakeQuantize(torch.autograd.Function):
 def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[str, QuantCache]:
     """Give every attention module of ``model`` a quantizer for its keys and another for its values, in place.
 
-    The model's attention implementation is replaced by a wrapper; do not set it again afterwards. The scales are new
-    Parameters on the attention's device, not partitioned.
-
-    Args:
-        model: a PreTrainedModel of transformers; parameters may be partitioned or on the meta device.
-        spec: number format of keys and values, per tensor.
-        learn: give the scales a theta.
-
-    Returns:
-        The quantizers by module name, keys before values, in module order.
+    The attention implementation is replaced by :func:`wrap_attention`. The scales are new Parameters on the attention's
+    device, not partitioned; with ``learn`` they have a theta. Returns the quantizers by module name, keys before
+    values, in module order.
 
     Raises:
         ValueError: the model has no attention, or an attention module whose keys and values do not pass through

@@ -48,17 +48,14 @@ class Plan:
     Attributes:
         weight: format of the weight; None leaves it unquantized.
         input: format of the input; None leaves it unquantized.
-        weight_numel: number of weights that share one scale, over all modules that share the scale's Parameter.
+        weight_numel, fast_accum, dynamic_codes: as in :class:`quant.linear.QuantLinear`.
         input_numel: features of the input. LSQ's factor counts features, not tokens, so that gradients of micro-batches
             add up to the gradient of the batch.
         fp8_gemm: multiply the codes. Both operands must be e4m3 with one scale per tensor; ``in`` and ``out`` are
             multiples of 16.
-        fast_accum: accumulate the fp8 GEMM in Hopper's tensor cores, faster but in fewer bits than fp32.
         held: layout of the codes if the layer's weight is packed (frozen, stored as codes); else None.
         restored: cache for backward: the quantized input, decoded once for all layers with the same input; None if it
             is not shared.
-        dynamic_codes: for e4m3 or e2m1 inputs with dynamic scales, save codes for backward instead of the input: less
-            memory, but backward decodes them.
         weight_scale: precomputed effective scale of the weight for the fp8 GEMM; None if the forward computes it.
         scaling: factor of the adapter that is merged into the weight, if there is one.
     """
@@ -276,9 +273,9 @@ class QuantLinearFunction(torch.autograd.Function):
             grad_weight = weight_for_codes(grad_weight, *of_codes) if trains else None
         # A theta whose operand is not quantized now gets zeros: under ZeRO-3 a Parameter without a gradient would get
         # its last gradient again, in every step.
-        if saved.input_theta is not None and needs.input_theta and grad_input_theta is None:
+        if needs.input_theta and grad_input_theta is None:
             grad_input_theta = torch.zeros_like(saved.input_theta)
-        if saved.weight_theta is not None and needs.weight_theta and grad_weight_theta is None:
+        if needs.weight_theta and grad_weight_theta is None:
             grad_weight_theta = torch.zeros_like(saved.weight_theta) if zeros is None else zeros
         if needs.code_theta and grad_code_theta is None:
             grad_code_theta = torch.zeros_like(saved.code_theta)

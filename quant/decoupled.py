@@ -44,13 +44,8 @@ class DecoupledScale:
 
 @torch.no_grad()
 def weight_for_codes(weight: Tensor, code_theta: Tensor, spec: TensorSpec) -> Tensor:
-    """Compute ``weight * exp(code_theta)``, rounded once to the weight's dtype: a new tensor without a gradient.
-
-    Args:
-        weight: ``[out, in]``, or a stack ``[E, out, in]``.
-        code_theta: logarithm of the factors, in the shape of the weight's scale.
-        spec: number format of the weight.
-    """
+    """Compute ``weight * exp(code_theta)``, rounded once to the weight's dtype: a new tensor without a gradient. The
+    weight is ``[out, in]``, or a stack ``[E, out, in]``."""
     return kernels.multiply_runs(weight, per_run(code_theta, weight.shape, spec))
 
 
@@ -67,13 +62,8 @@ def part_for_codes(
 
 
 def code_theta_gradient(grad: Tensor, weight: Tensor, code_theta: Tensor, spec: TensorSpec, factor: float) -> Tensor:
-    """Compute the gradient of code_theta, times ``factor``, in the shape and dtype of code_theta.
-
-    Args:
-        grad, weight: ``weight`` is the result of :func:`weight_for_codes`, ``grad`` its gradient.
-        code_theta, spec: as in that function.
-        factor: LSQ's gradient scale, as for theta.
-    """
+    """Compute the gradient of code_theta, times ``factor`` (LSQ's gradient scale, as for theta), in the shape and dtype
+    of code_theta. ``weight`` is the result of :func:`weight_for_codes`, ``grad`` its gradient."""
     if spec.granularity != "block":
         return kernels.sum_products(grad, weight, code_theta, factor)
     sums = kernels.sum_products(grad, weight, per_run(code_theta.float(), weight.shape, spec), factor)

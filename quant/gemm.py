@@ -38,18 +38,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weight.t() + bias``.
-
-    Args:
-        x: ``[..., in]``; for a stack ``[rows, in]``.
-        weight: ``[out, in]``, or a stack ``[E, out, in]``, in the dtype of ``x``.
-        bias: ``[out]`` or None; None for a stack.
-        offsets: for a stack, the ends of the experts' rows, int32 ``[E]``; else None.
-
-    Returns:
-        ``[..., out]``. Differentiable. For a stack, the Parameter itself is saved for backward: a view of it would keep
-        the tensor gathered by ZeRO-3 alive.
-    """
+    """Compute ``x @ weight.t() + bias``, ``[..., in]`` to ``[..., out]``; differentiable. A stack has ``offsets`` and
+    no bias; its Parameter itself is saved for backward: a view of it would keep the tensor gathered by ZeRO-3 alive."""
     return F.linear(x, weight, bias) if offsets is None else _StackFunction.apply(x, weight, offsets)
 
 
@@ -87,7 +77,7 @@ def scaled_linear(
         weight: codes ``[out, in]``, multiples of 16; or a stack ``[E, out, in]``, if :func:`takes_codes_of_stacks`.
         bias: ``[out]`` or None; None for a stack.
         dtype: dtype of the result.
-        offsets: for a stack, the ends of the experts' rows, int32 ``[E]``; else None.
+        offsets: only for a stack.
         fast_accum: accumulate in Hopper's tensor cores, in fewer bits than fp32, as vLLM does (see
             docs/how_a_layer_computes.md); otherwise partial sums are moved to fp32 regularly. CPUs always add in fp32.
 
@@ -160,8 +150,7 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-    """Compute ``grad @ weight``: ``[rows, out]`` to ``[rows, in]``. For a stack, ``offsets`` are the ends of the
-    experts' rows."""
+    """Compute ``grad @ weight``: ``[rows, out]`` to ``[rows, in]``; ``offsets`` only for a stack."""
     if offsets is None:
         return grad @ weight
     if _only_shapes(grad):
@@ -172,8 +161,8 @@ def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tens
 
 
 def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
-    """Compute ``grad.t() @ x`` of ``[rows, out]`` and ``[rows, in]``: ``[out, in]``. For a stack, ``offsets`` are the
-    ends of the experts' rows and the result is ``[E, out, in]``."""
+    """Compute ``grad.t() @ x`` of ``[rows, out]`` and ``[rows, in]``: ``[out, in]``, or with the ``offsets`` of a stack
+    ``[E, out, in]``."""
     if offsets is None:
         return grad.t() @ x
     if _only_shapes(grad):
@@ -230,7 +219,7 @@ def _skips_empty_experts(gradient: Tensor) -> bool:
 
 def zero_where_empty_(gradient: Tensor, offsets: Tensor) -> Tensor:
     """Zero the part of ``gradient [E, out, in]`` that belongs to experts without rows, in place and without a device
-    sync, and return ``gradient``. ``offsets [E]`` has the end of each expert's rows, as for a grouped GEMM."""
+    sync, and return ``gradient``."""
     empty = offsets == F.pad(offsets[:-1], (1, 0))
     return gradient.masked_fill_(empty[:, None, None], 0)
 

@@ -77,18 +77,8 @@ def compensate(weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, 
     """Compute weights whose nearest codes are GPTQ's codes: each element with the value that GPTQ rounds, which
     compensates for the errors of the columns rounded before.
 
-    Args:
-        weight: ``[rows, in]``, some or all rows of a Linear.
-        scale: ``s0`` is the effective scale ``[rows, groups]`` of these rows, ``zero`` their zero points or None.
-        spec: number format.
-        gram: ``H = X'X [in, in]`` of the inputs ``X [tokens, in]``, fp64.
-        dtype: the model's dtype, to which the product of code and scale is rounded.
-
-    Returns:
-        fp32 ``[rows, in]``, to be quantized with the same scales.
-
-    Raises:
-        ValueError: ``H`` is not finite.
+    Arguments and errors are those of :func:`choose`. ``dtype`` is the model's, to which the product of code and scale
+    is rounded. Returns fp32 ``[rows, in]``, to be quantized with the same scales.
     """
     order = gram.diagonal().argsort(descending=True, stable=True)
     factor = _factor(gram[order][:, order]).float()
@@ -122,7 +112,7 @@ def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor) -> T
         weight: ``[rows, in]``.
         values: codes as numbers ``[rows, in]``, zero points subtracted.
         scale: the scales used to choose the codes, ``[rows, groups]``.
-        gram: ``H [in, in]`` of the inputs, fp64.
+        gram: as in :func:`choose`.
 
     Returns:
         fp32 ``[rows, groups]``, not yet rounded to the stored format.

@@ -88,17 +88,9 @@ class QuantLayer(nn.Module):
         weight: Scale,
         input: Scale | None,
     ) -> None:
-        """Take over the Parameter objects ``weight`` and ``bias`` of the replaced layer.
-
-        Args:
-            replaced, scheme: the layer and its number formats.
-            in_features, out_features: sizes of the weight, for a stack of one expert.
-            weight, input: scales of weight and input, made of Parameters; ``input`` is None if the scheme stores no
-                input scale.
-
-        Raises:
-            ValueError: scheme and scales do not agree.
-        """
+        """Take over the Parameter objects ``weight`` and ``bias`` of the layer ``replaced``. The scales ``weight`` and
+        ``input`` are made of Parameters; ``input`` is None if the scheme stores no input scale. Raises ValueError if
+        scheme and scales do not agree."""
         super().__init__()
         for name, scale, expected in (
             ("input_s0", input, scheme.stored_input is not None),
@@ -243,16 +235,9 @@ class QuantLinear(QuantLayer):
         input: Scale | None,
         weight_numel: int,
     ) -> None:
-        """Take over the Parameter objects of ``linear``, without a copy, and add scales.
-
-        Args:
-            linear: the Linear, or stack of Linears, to replace.
-            scheme, weight, input, weight_numel: number formats; scales made of Parameters; weights that share one
-                scale.
-
-        Raises:
-            ValueError: scheme and scales do not agree, or groups of the weight or input do not divide ``in_features``.
-        """
+        """Take over the Parameter objects of ``linear``, without a copy, and add scales made of Parameters. Raises
+        ValueError if scheme and scales do not agree, or groups of the weight or input do not divide
+        ``in_features``."""
         size = {"in_features": linear.in_features, "out_features": linear.out_features}
         super().__init__(linear, scheme, **size, weight=weight, input=input)
         check_sizes(LinearPart("", **size), scheme)

@@ -127,14 +127,9 @@ def low_rank_gradients(
     grad: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of ``lora_a`` and ``lora_b``, in this order, in their shapes, for a merged weight that is
-    not quantized; the gradient of the weight itself is not computed.
-
-    Args:
-        grad, x: ``[rows, out]`` and ``[rows, in]``, the gradient of the layer's output and the input of its GEMM.
-        lora_a, lora_b, scaling: the adapter: ``[rank, in]``, ``[out, rank]`` (for a stack with ``E`` in front), and its
-            factor.
-        offsets: for a stack, the ends of the experts' rows, int32 [E]; else None.
-    """
+    not quantized; the gradient of the weight itself is not computed. ``grad [rows, out]`` is the gradient of the
+    layer's output, ``x [rows, in]`` the input of its GEMM. The adapter is given as in :func:`merge`, ``offsets`` as in
+    :mod:`quant.gemm`."""
     # The GEMMs take the second operand in the layout of a Linear: [out, in].
     up = gemm.linear(x, lora_a, None, offsets)  # [rows, rank]
     down = gemm.input_gradient(grad, lora_b, offsets)  # [rows, rank]

@@ -258,15 +258,10 @@ def partial_errors(
     """Compute the squared quantization error over one range of a weight, with the absmax scales multiplied by each of
     :func:`search_fractions`.
 
-    Args:
-        flat, start, shape, spec: 1-D range of the row-major weight, the index of its first element, the weight's shape,
-            and the number format.
-        stats: statistics of the whole weight, as in :func:`scales_from_stats`.
-        signed: scales are negative where the largest magnitude is a positive value.
-
-    Returns:
-        fp32 ``[fractions, *scale shape]``; 0 if the range has no element of that scale. The caller adds up
-        the errors of all ranges, and of weights that share their scales.
+    The range is given as in :func:`partial_stats`, ``stats`` as in :func:`scales_from_stats`. With ``signed``, scales
+    are negative where the largest magnitude is a positive value. Returns fp32 ``[fractions, *scale shape]``, 0 if the
+    range has no element of that scale. The caller adds up the errors of all ranges, and of weights that share their
+    scales.
     """
     errors = torch.zeros(len(search_fractions(spec)), _runs(shape, spec), dtype=torch.float32, device=flat.device)
     candidates = [_per_run(scale, shape, spec) for scale in _candidates(stats, spec, signed)]
@@ -280,9 +275,8 @@ def partial_errors(
 
 
 def scales_from_errors(stats: Tensor, errors: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """Choose the fp32 scales with the smallest squared error. ``stats`` is as in :func:`scales_from_stats`, ``errors
-    [fractions, *scale shape]`` the sum of :func:`partial_errors` over all ranges of the weight. With ``signed``, scales
-    are negative where the largest magnitude is a positive value."""
+    """Choose the fp32 scales with the smallest squared error. ``stats`` and ``signed`` are as in
+    :func:`partial_errors`, ``errors`` is the sum of its results over all ranges of the weight."""
     best = errors.argmin(0, keepdim=True)
     return torch.stack(_candidates(stats, spec, signed)).gather(0, best).squeeze(0)
 
@@ -342,14 +336,8 @@ def measured_scales(weights: Sequence[Tensor], spec: TensorSpec, ranges: Ranges)
 def partial_clipped(
     flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
-    """Count the elements of one range of a weight that its scales clip; int64 scalar on the range's device.
-
-    Args:
-        flat, start, shape, spec: 1-D range of the row-major weight, the index of its first element, the weight's shape,
-            and the number format.
-        scale: effective scale of the whole weight, fp32.
-        zero: zero points of the whole weight, or None.
-    """
+    """Count the elements of one range of a weight, given as in :func:`partial_stats`, that its scales clip; int64
+    scalar on the range's device. ``scale`` (effective, fp32) and ``zero`` are of the whole weight."""
     clipped = torch.zeros((), dtype=torch.int64, device=flat.device)
     scales, zeros = _per_run(scale, shape, spec), _per_run(zero, shape, spec)
     for runs, rows in _pieces(flat, start, shape, spec):

@@ -112,11 +112,7 @@ def placeholder(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
     Autograd and ZeRO see an ordinary weight, and the codes live as long as the tensor. All its elements are one NaN
     stored after the codes (strides of 0): a computation with the tensor itself instead of :func:`codes_of_placeholder`
-    results in NaN.
-
-    Args:
-        parts: bytes of the codes, uint8 in any shape; may be padded at the end.
-        shape, dtype: shape and dtype of the weight.
+    results in NaN. ``parts`` are the bytes of the codes, uint8 in any shape; may be padded at the end.
     """
     size = -(-parts.numel() // dtype.itemsize) * dtype.itemsize
     memory = torch.empty(size + dtype.itemsize, dtype=torch.uint8, device=parts.device)

@@ -274,9 +274,8 @@ def replace_layers(
         model: any module tree; Linears may be partitioned or on the meta device.
         scheme, rules, exempt, named: as in :func:`quant.rules.assign`: default scheme; rules for some layers; patterns
             of unquantized layers; schemes by exact name.
-        learn_weight_scale: learn the scales of weights.
-        learn_input_scale: learn the stored scales of inputs.
-        learn_kv_scale: learn the scales of keys and values.
+        learn_weight_scale, learn_input_scale, learn_kv_scale: learn the scales of weights, the stored scales of
+            inputs, the scales of keys and values.
         ranges: method to measure scales.
         fp8_gemm, fast_accum: multiply codes where both operands are e4m3; accumulate faster, in fewer bits than fp32,
             on Hopper.

@@ -118,14 +118,8 @@ def effective_scale(
         e4m3      e4m3(clamp(s * G, 2^-9, 448)) / G, G the global scale (NVFP4, as compressed-tensors stores it)
 
     The rounding is straight-through: the derivative with respect to theta is the unrounded ``s0 * exp(theta)``. The
-    exponential is computed in fp64 and rounded to fp32, as fp32 exponentials of libraries differ in the last bit.
-
-    Args:
-        s0: the frozen scale, fp32.
-        theta: its learned logarithmic correction, any float dtype, or None.
-        spec: number format of the tensor.
-        model_dtype: dtype of the model's weights.
-        global_scale: G, fp32 ``(1,)``; only for the format ``e4m3``.
+    exponential is computed in fp64 and rounded to fp32, as fp32 exponentials of libraries differ in the last bit. The
+    fields of a scale are described in :class:`quant.scale.Scale`.
     """
     scale = s0.float() if theta is None else s0.float() * torch.exp(theta.double()).float()
     if spec.scale_format == "float32":
@@ -246,18 +240,9 @@ def fake_quant_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of :func:`fake_quant`: straight-through for ``x``, for the scale by the module's surrogate.
 
-    Args:
-        grad: gradient of the fake-quantized tensor, in the shape of ``x``.
-        x: the tensor before quantization.
-        scale, zero: its effective scale and zero points.
-        spec: number format.
-        scale_gradient: also compute the gradient of the scale.
-        of_weight: ``x`` is a weight: a non-finite element makes its own gradient NaN, or with ``scale_gradient`` only
-            that of its scale.
-
-    Returns:
-        Gradient of ``x`` in ``grad``'s dtype, and gradient of the scale, fp32 in the scale's shape, summed over the
-        elements that share it (None without ``scale_gradient``).
+    Returns the gradient of ``x`` in ``grad``'s dtype, and the gradient of the scale, fp32 in the scale's shape, summed
+    over the elements that share it (None without ``scale_gradient``). With ``of_weight``, a non-finite element of ``x``
+    makes its own gradient NaN, or with ``scale_gradient`` only that of its scale.
     """
     scale = per_run(scale, x.shape, spec)
     v, zero = _in_codes(x, scale), _per_part(zero)

@@ -31,13 +31,8 @@ _EXPERT = re.compile(r"(?:.*\.)?experts\..+")
 def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: int) -> None:
     """Switch on input rotation in blocks of ``block``; the caller must then rotate the layers' weights.
 
-    Args:
-        quantization: quantization of the model.
-        patterns: regexes on full names of quantized layers; each must match at least one layer.
-        block: side of the Hadamard matrix, an element of :data:`quant.gemm.BLOCKS`.
-
-    Raises:
-        ValueError: a pattern matches nothing, or vLLM would not rotate a layer's input; the message names the layers.
+    ``patterns`` are regexes on full names of quantized layers, ``block`` is an element of :data:`quant.gemm.BLOCKS`.
+    Raises ValueError if a pattern matches nothing, or vLLM would not rotate a layer's input.
     """
     names = list(quantization.layers)
     chosen: dict[str, None] = {}

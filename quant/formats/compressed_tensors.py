@@ -254,7 +254,13 @@ def _pack_scales(linear: TrainedLinear, shape: tuple[int, ...]) -> dict[str, tor
     _check_scale(key, scale.s0, shape, signed=spec.dtype == "int")
     packed["weight_scale"] = _pack_scale(key, scale.s0, spec, linear.dtype, packed.get("weight_global_scale"))
     if spec.has_zero_points:
-        packed["weight_zero_point"] = _pack_zero_points(f"{name}.weight_zero_point", scale.zero, scale.s0, spec)
+        key, zero = f"{name}.weight_zero_point", scale.zero
+        if zero is None or zero.shape != scale.s0.shape:
+            found = "missing" if zero is None else f"of shape {tuple(zero.shape)}"
+            raise ValueError(f"{key} is {found}, expected {tuple(scale.s0.shape)}, as the scale")
+        if problem := bad_zero_points(zero, spec):
+            raise ValueError(f"{key} {problem}")
+        packed["weight_zero_point"] = pack_zero_points(stored(zero, torch.int8), spec.bits)
     return packed
 
 
@@ -294,16 +300,6 @@ def _pack_scale(
     return packed
 
 
-def _pack_zero_points(key: str, zero: torch.Tensor | None, scale: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    if zero is None or zero.shape != scale.shape:
-        found = "missing" if zero is None else f"of shape {tuple(zero.shape)}"
-        raise ValueError(f"{key} is {found}, expected {tuple(scale.shape)}, as the scale")
-    problem = bad_zero_points(zero, spec)
-    if problem:
-        raise ValueError(f"{key} {problem}")
-    return pack_zero_points(stored(zero, torch.int8), spec.bits)
-
-
 def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
     """Describe zero points that are not codes of the grid; return None if all are."""
     wrong = ~((zero == zero.round()) & (zero >= spec.qmin) & (zero <= spec.qmax))
@@ -326,13 +322,8 @@ def bad_scales(scale: torch.Tensor, spec: TensorSpec | None = None) -> str | Non
 
 
 def unpack_scale(packed: torch.Tensor, spec: TensorSpec, global_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Convert a scale on disk to the effective fp32 scale, in the same shape.
-
-    Args:
-        packed: ``weight_scale`` or ``input_scale`` of a file.
-        spec: format of the weight or the input.
-        global_scale: ``weight_global_scale``, if the format has it.
-    """
+    """Convert a ``weight_scale`` or ``input_scale`` on disk to the effective fp32 scale, in the same shape;
+    ``global_scale`` is ``weight_global_scale``, if the format has it."""
     if spec.scale_format == "e8m0":
         exponent = packed.to(torch.int32) - E8M0_BIAS
         return torch.ldexp(torch.ones(exponent.shape), exponent)

@@ -149,17 +149,9 @@ def layout_config(
     """Build the ``quantization_config`` of config.json; None for the layouts dequantized, gguf and mlx. Errors: see
     :func:`quant.formats.config_groups.quantization_config` and :func:`quant.formats.modelopt.modelopt_config`.
 
-    Args:
-        layout: layout of the checkpoint.
-        layers: schemes of the quantized layers by module name; if names on disk differ from transformers', both.
-        skipped, routers: module names of the unquantized Linears, and of the MoE routers.
-        kv_cache: format of keys and values; None leaves them unquantized.
-        no_linears: names in ``layers`` of embeddings and of the model's head.
-        embedding: scheme of all embeddings, if they share one.
-        copied: names on disk of unquantized modules that are copied and not part of the model, such as a vision tower;
-            for ``vllm_fp8`` the names of their Linears.
-        anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
-            module.
+    Arguments are those of the former and of :func:`quant.formats.config_groups.ignore_patterns`. ``copied`` are names
+    on disk of unquantized modules that are copied and not part of the model, such as a vision tower; for ``vllm_fp8``
+    the names of their Linears.
     """
     if layout in ("dequantized", "gguf", "mlx"):
         return None

@@ -56,15 +56,9 @@ def mlx_tensors(
     scheme: Scheme,
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Build the tensors of a Linear by suffix, in CPU memory.
-
-    Args:
-        packed: tensors of compressed-tensors by suffix.
-        scale: effective scale of the forward, ``[out, groups]``, exact in ``dtype`` for integers.
-        zero: fp32 zero points ``[out, groups]``, or None.
-        scheme: scheme of the Linear.
-        dtype: dtype of the model.
-    """
+    """Build the tensors of a Linear by suffix, in CPU memory, from those of compressed-tensors (``packed``), the
+    effective scale of the forward, ``[out, groups]``, exact in the model's ``dtype`` for integers, and the fp32 zero
+    points ``[out, groups]``, or None."""
     codes = packed["weight" if "weight" in packed else "weight_packed"]
     weight = codes.cpu().contiguous().view(torch.uint32)
     if scheme.weights.mx:

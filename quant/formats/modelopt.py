@@ -125,16 +125,9 @@ def reciprocal(scale: Tensor, stored: Tensor | None) -> Tensor:
 def modelopt_config(
     layers: Mapping[str, Scheme], skipped: Iterable[str], kv_cache: TensorSpec | None
 ) -> dict[str, Any]:
-    """Build the object ``quantization`` of ``hf_quant_config.json``: one algorithm, or one for each layer.
-
-    Args:
-        layers: schemes of the quantized layers by module name.
-        skipped: names of modules that are not quantized, with the wildcard ``*``.
-        kv_cache: format of keys and values, or None.
-
-    Raises:
-        ValueError: no layer is quantized, which readers refuse, or a scheme has no algorithm.
-    """
+    """Build the object ``quantization`` of ``hf_quant_config.json``: one algorithm, or one for each layer. ``skipped``
+    are names of modules that are not quantized, with the wildcard ``*``. Raises ValueError if no layer is quantized,
+    which readers refuse, or a scheme has no algorithm."""
     kinds = {name: _entry(scheme) for name, scheme in layers.items()}
     if not kinds:
         raise ValueError("layout 'modelopt' needs quantized layers, not only a KV cache; use layout 'compressed'")

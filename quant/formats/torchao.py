@@ -67,17 +67,9 @@ def intx_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: torc
 
 
 def intx_tensors(name: str, codes: torch.Tensor, scale: Scale, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Build the tensors of a layer by suffix, in CPU memory.
-
-    Args:
-        name: name of the layer, for the error.
-        codes: int8 [out, in].
-        scale: scale of the weight, without theta: s0 is the effective scale of the forward, exact in ``dtype``.
-        dtype: dtype of the model.
-
-    Raises:
-        ValueError: a scale is not a positive normal bf16 number.
-    """
+    """Build the tensors of a layer by suffix, in CPU memory, from its int8 codes [out, in] and its scale, whose s0 is
+    the effective scale of the forward, exact in the model's ``dtype``. Raises ValueError, with the layer's ``name``, if
+    a scale is not a positive normal bf16 number."""
     stored = scale.s0.cpu().to(dtype)
     if not bool((stored >= _SMALLEST).all()):
         raise ValueError(
@@ -113,13 +105,8 @@ PLAIN = json.dumps({"_type": "Tensor"})
 
 
 def torchao_config(layers: Mapping[str, Scheme], skipped: Iterable[str], embeddings: Iterable[str]) -> dict[str, Any]:
-    """Build transformers' ``quantization_config`` for torchao.
-
-    Args:
-        layers: schemes of the quantized layers by module name.
-        skipped: module names of the unquantized Linears.
-        embeddings: names in ``layers`` of embeddings.
-    """
+    """Build transformers' ``quantization_config`` for torchao, from the schemes of the quantized layers by module name,
+    the names of the unquantized Linears (``skipped``), and the names in ``layers`` of embeddings."""
     kinds = {name: _config(scheme) for name, scheme in layers.items()}
     return {
         "quant_method": "torchao",

@@ -92,10 +92,7 @@ def prepare_kernels() -> str:
     """Compile and load the kernels, or register the fallback.
 
     It is called automatically at first use; call it earlier to choose the time of the first build, which takes half a
-    minute.
-
-    Returns:
-        Text about slower fallbacks with the reason; empty if there are none.
+    minute. Returns a text about slower fallbacks with the reason; empty if there are none.
     """
     built = build()
     remarks = []

@@ -151,8 +151,7 @@ def _dequantize(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``(codes - zero) * scale`` in ``dtype``, and a tensor of zeros like theta, which is empty unless
-    ``zeros`` is True (a gradient of theta that would otherwise need a launch of its own)."""
+    """Compute ``(codes - zero) * scale`` in ``dtype``, and zeros like theta, empty unless requested."""
     spec = _spec({torch.float8_e4m3fn: 0, torch.uint8: 1, torch.int8: 8}[codes.dtype])
     scale = _scales(s0, theta, scale_dtype, above)
     values = reference.dequantize(_rows(codes, s0), scale, spec, dtype, _zeros(zero)).reshape(codes.shape)
@@ -170,8 +169,7 @@ def _fake_quantize(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """Quantize and dequantize ``x`` with the scale ``s0 * exp(theta)``; ``zero`` has the zero points, ``above`` the
-    global scale."""
+    """Quantize and dequantize ``x``."""
     scale = _scales(s0, theta, scale_dtype, above)
     return reference.fake_quant(_rows(x, s0), scale, _spec(grid), _zeros(zero)).reshape(x.shape)
 
@@ -212,16 +210,15 @@ def _fake_quantize_backward_(
 
 @_operator(lambda x, theta: _like(x))
 def _multiply_runs(x: Tensor, theta: Tensor) -> Tensor:
-    """Multiply the segment of ``x`` that belongs to each element of theta by ``exp(theta)``; one rounding, to the dtype
-    of ``x``."""
+    """Multiply the segment of ``x`` that belongs to each element of theta by ``exp(theta)``."""
     factors = torch.exp(theta.double()).float().view(-1, 1)
     return (_rows(x, theta) * factors).to(x.dtype).view(x.shape)
 
 
 @_operator(lambda x, y, theta, factor: _like(theta))
 def _sum_products(x: Tensor, y: Tensor, theta: Tensor, factor: float) -> Tensor:
-    """Sum ``x * y`` in fp32 over the segment that belongs to each element of theta; return the sums times ``factor`` in
-    the shape and dtype of theta, whose values are not used."""
+    """Sum ``x * y`` in fp32 over the segment that belongs to each element of theta; return the sums times
+    ``factor``."""
     sums = (_rows(x, theta).float() * _rows(y, theta).float()).sum(1)
     return (sums * factor).to(theta.dtype).view(theta.shape)
 
@@ -285,7 +282,7 @@ def _fake_quantize_tokens(
     above: Tensor | None = None,
 ) -> Tensor:
     """Quantize and dequantize ``x`` with a dynamic scale per token (the last dimension), or per group as
-    ``scale_dtype`` demands; ``above`` is the global scale. ``after`` is ignored."""
+    ``scale_dtype`` demands."""
     if x.numel() == 0:
         return x.new_empty(x.shape)
     return reference.fake_quantize_tokens(x.contiguous(), _token_spec(grid, symmetric, scale_dtype), above)
@@ -311,8 +308,7 @@ def _fake_quantize_tokens_and_mask_(
 
 @_operator(lambda rows, places: rows.new_empty(places.shape[0], rows.shape[1]))
 def _sum_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Sum ``rows`` [N, H] at the indices ``places`` [T, K] to [T, H]: K additions in order, each rounded to the rows'
-    dtype."""
+    """Sum the ``rows`` [N, H] at the indices ``places`` [T, K] to [T, H]."""
     sums = rows.new_zeros(places.shape[0], rows.shape[1])
     for column in places.unbind(1):
         sums += rows.index_select(0, column)
