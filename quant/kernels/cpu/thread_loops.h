@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "../arithmetic.h"
 #include "../dispatch.h"

@@ -8,11 +8,6 @@
 namespace deepqat::cuda {
 namespace {
 
-struct Sum {
-  using Value = float;
-  static DEEPQAT_DEVICE float combine(float a, float b) { return a + b; }
-};
-
 // Sum of a row, finished and returned in all threads of the block, each with its part `mine`. Calls of a block
 // alternate between two `shared`, as over_block requires.
 struct Shared {
@@ -21,7 +16,7 @@ struct Shared {
 
 template <typename Finish>
 DEEPQAT_DEVICE float of_row(const float (&mine)[kVector], Shared& shared, Finish finish) {
-  const float sum = over_block<Sum>(mine, shared.lanes);
+  const float sum = over_block<Sums>(mine, shared.lanes);
   if (threadIdx.x == 0) shared.result = finish(sum);
   __syncthreads();
   return shared.result;
