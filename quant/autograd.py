@@ -90,13 +90,12 @@ def quant_linear(
 
     Args:
         x: ``[..., in]``; zero tokens are allowed and result in zero gradients, not None.
-        weight, bias: ``[out, in]`` and ``[out]`` or None, in the dtype of ``x``; or a stack ``[E, out, in]`` and None.
+        weight, bias, offsets: as in :func:`quant.gemm.linear`, in the dtype of ``x``.
         weight_scale, input_scale: None if none is stored. A scale whose theta trains is passed even if the operand is
             not quantized: its gradient is then zeros.
         plan: which operands are quantized, and how the product is computed.
         weight_codes: the weight's codes, if already computed; else None.
         shared: cache of the quantized input for layers that read the same tensor; None if no other layer reads it.
-        offsets: for a stack, the ends of the experts' rows, int32 ``[E]``; else None.
         adapter: adapter to merge into the weight, which is then frozen, or the weight's decoupled scale; or None.
 
     Returns:
@@ -147,8 +146,7 @@ class Arguments(NamedTuple):
     """Tensor arguments of :class:`QuantLinearFunction`, after its first argument ``plan``. The same fields hold the
     tensors that it saves for backward. A field is None if the layer has no such tensor, or does not save it.
 
-    ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`, and ``offsets`` are those of
-    :func:`quant.gemm.linear`. Saved are ``x`` (the input or its codes),
+    ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`. Saved are ``x`` (the input or its codes),
     the weight with its codes, scales and adapter, the scale of the input, ``mask``, ``scales`` and ``offsets``.
     """
 

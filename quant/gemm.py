@@ -48,7 +48,11 @@ class _StackFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         needs_x, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
-        return _product(x, weight, offsets)
+        if _only_shapes(x):
+            return x.new_empty(x.shape[0], weight.shape[1])
+        if _grouped(x, weight):
+            return F.grouped_mm(_aligned(x), _aligned(weight).transpose(-2, -1), offs=offsets)
+        return torch.cat([F.linear(rows, one) for rows, one in zip(_split(x, offsets), weight, strict=True)])
 
     @staticmethod
     @once_differentiable
@@ -75,9 +79,8 @@ def scaled_linear(
         x: codes ``[..., in]``; for a stack ``[rows, in]``.
         x_scale, weight_scale: fp32 ``[1]``; for a stack ``weight_scale`` is ``[E]``.
         weight: codes ``[out, in]``, multiples of 16; or a stack ``[E, out, in]``, if :func:`takes_codes_of_stacks`.
-        bias: ``[out]`` or None; None for a stack.
+        bias: ``[out]``; None for a stack.
         dtype: dtype of the result.
-        offsets: only for a stack.
         fast_accum: accumulate in Hopper's tensor cores, in fewer bits than fp32, as vLLM does (see
             docs/how_a_layer_computes.md); otherwise partial sums are moved to fp32 regularly. CPUs always add in fp32.
 
@@ -141,14 +144,6 @@ def _scaled_mm(
     return output if apart is None else output.add_(apart)
 
 
-def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    if _only_shapes(x):
-        return x.new_empty(x.shape[0], weight.shape[1])
-    if _grouped(x, weight):
-        return F.grouped_mm(_aligned(x), _aligned(weight).transpose(-2, -1), offs=offsets)
-    return torch.cat([F.linear(rows, one) for rows, one in zip(_split(x, offsets), weight, strict=True)])
-
-
 def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
     """Compute ``grad @ weight``: ``[rows, out]`` to ``[rows, in]``; ``offsets`` only for a stack."""
     if offsets is None:
@@ -169,7 +164,9 @@ def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
         return grad.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
     if _grouped(grad, x):
         gradient = F.grouped_mm(_aligned(grad).t(), _aligned(x), offs=offsets)
-        return zero_where_empty_(gradient, offsets) if _skips_empty_experts(gradient) else gradient
+        # From this compute capability on, the gradients of experts without rows are uninitialized (pytorch#172439).
+        skips_empty = gradient.is_cuda and torch.cuda.get_device_capability(gradient.device) >= (10, 0)
+        return zero_where_empty_(gradient, offsets) if skips_empty else gradient
     pairs = zip(_split(grad, offsets), _split(x, offsets), strict=True)
     return torch.stack([left.t() @ right for left, right in pairs])
 
@@ -209,12 +206,6 @@ def _aligned(tensor: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not tensor.is_cuda:
         return tensor
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
-
-
-def _skips_empty_experts(gradient: Tensor) -> bool:
-    """Return True if ``grouped_mm`` leaves the gradients of experts without rows uninitialized on the device of
-    ``gradient``; it does so from compute capability 10.0 on (pytorch#172439)."""
-    return gradient.is_cuda and torch.cuda.get_device_capability(gradient.device) >= (10, 0)
 
 
 def zero_where_empty_(gradient: Tensor, offsets: Tensor) -> Tensor:

@@ -276,14 +276,9 @@ ATTENTION = frozenset(
 
 
 def kept_by_attention(x: Tensor, aliases: frozenset[str] = frozenset()) -> bool:
-    """Return True if ``x`` is a view of an output that fused attention keeps for its own backward; always False under
-    ``torch.compile``, where no graph exists yet.
-
-    Args:
-        x: a layer's input, with its autograd graph.
-        aliases: names of autograd Functions to treat as views, too: their output shares memory and version with their
-            one input, which the graph does not show.
-    """
+    """Return True if ``x``, a layer's input, is a view of an output that fused attention keeps for its own backward;
+    always False under ``torch.compile``, where no graph exists yet. ``aliases`` are names of autograd Functions to
+    treat as views, too: their output shares memory and version with their one input, which the graph does not show."""
     if torch.compiler.is_compiling():
         return False
     node = x.grad_fn

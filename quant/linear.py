@@ -30,6 +30,7 @@ from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 # Parameters that a quantized layer adds to the layer it replaces, and their names in checkpoints: the fields of the
 # weight's Scale, then s0 and theta of the input's Scale.
 SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "weight_zero", "input_s0", "input_theta")
+_FROZEN_SCALES = tuple(name for name in SCALE_PARAMETERS if not name.endswith("_theta"))
 # Parameters that adapters add.
 ADAPTER_PARAMETERS = (*Adapter.parameters, *DecoupledScale.parameters)
 
@@ -145,7 +146,7 @@ class QuantLayer(nn.Module):
         Raises:
             TypeError: a cast of packed weights, whose elements are codes.
         """
-        uncast = ("weight_s0", "weight_global", "weight_zero", "input_s0", *(("weight",) if self.held else ()))
+        uncast = (*_FROZEN_SCALES, *(("weight",) if self.held else ()))
         before = {name: own.data for name in uncast if (own := self._parameters.get(name)) is not None}
         super()._apply(fn, recurse)
         for name, data in before.items():
@@ -203,8 +204,7 @@ class QuantLayer(nn.Module):
         return kernels.effective_scale(Quantizer(scale, spec, self.weight.dtype))
 
     def _check_scale_dtypes(self) -> None:
-        names = ("weight_s0", "weight_global", "weight_zero", "input_s0")
-        check_fp32({name: getattr(self, name) for name in names})
+        check_fp32({name: getattr(self, name) for name in _FROZEN_SCALES})
 
 
 class QuantLinear(QuantLayer):

@@ -97,9 +97,8 @@ def packed_codes(parameter: Tensor) -> PackedCodes | None:
 def store_packed(
     layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ranges: Ranges | None = None, option: str = BASE
 ) -> None:
-    """Replace the weight of a layer (a Linear or stack, on the meta device) by a Parameter for its codes; for the other
-    arguments see :class:`PackedCodes`. Raises ValueError if the codes of a row do not fill whole elements of the
-    model's dtype."""
+    """Replace the weight of a layer (a Linear or stack, on the meta device) by a Parameter for its codes. Arguments and
+    errors: see :class:`PackedCodes`."""
     weight, held = layer.weight, PackedCodes(spec, shape, ranges, option)
     assert isinstance(weight, nn.Parameter) and weight.is_meta and math.prod(shape) == weight.numel()
     packed = torch.empty(held.packed_shape(weight.dtype), dtype=weight.dtype, device="meta")

@@ -117,16 +117,8 @@ class Quantization:
         return len({id(layer.weight) for layer in self.layers.values()}) < len(self.layers)
 
     def set_fake_quant(self, weights: bool, activations: bool, pattern: str | None = None) -> None:
-        """Switch fake quantization of weights, and of inputs, keys and values that the scheme quantizes.
-
-        Args:
-            weights: fake-quantize weights from now on.
-            activations: fake-quantize inputs, keys and values; no effect if the scheme leaves them unquantized.
-            pattern: regex on full names of the layers to switch; None for all.
-
-        Raises:
-            ValueError: the pattern matches no layer.
-        """
+        """Switch fake quantization of weights, and of inputs, keys and values that the scheme quantizes, in the layers
+        that :meth:`matching` finds."""
         for name in self.matching(pattern):
             if name in self.layers:
                 self.layers[name].weight_fake_quant = weights
@@ -196,10 +188,7 @@ class Quantization:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context in which fake quantization and observation are off at first; the block may switch them on.
-
-        Afterwards, also after an exception, switches, observers and their statistics are restored. Nothing is copied or
-        read from the device.
-        """
+        Afterwards, also after an exception, switches, observers and their statistics are restored."""
         modules = self.modules
         switches, seen = self.fake_quant_state(), self.seen()
         observers = {name: module.input_observer for name, module in modules.items()}

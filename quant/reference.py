@@ -291,13 +291,6 @@ def tokens_inside(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> T
     return _inside(v, spec, zero_point).reshape(x.shape)
 
 
-def dynamic_scale(absmax: Tensor, above: Tensor) -> Tensor:
-    """Compute the fp32 scales of groups of NVFP4 inputs from their largest magnitudes and the global scale
-    ``above``."""
-    code = (_over(absmax, FP4_MAX) * above).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
-    return torch.where(code == 0, 0.125, code) / above
-
-
 # ---- tokens
 
 
@@ -307,7 +300,9 @@ def _tokens_in_codes(x: Tensor, spec: TensorSpec, above: Tensor | None) -> tuple
     groups = x.unflatten(-1, (1, -1) if spec.group_size is None else (-1, spec.group_size))
     zero_point = None
     if above is not None:
-        scale = dynamic_scale(groups.abs().amax(-1, keepdim=True).float(), above)
+        absmax = groups.abs().amax(-1, keepdim=True).float()
+        code = (_over(absmax, FP4_MAX) * above).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
+        scale = torch.where(code == 0, 0.125, code) / above
     else:
         lowest, highest = (edge.float() for edge in torch.aminmax(groups, dim=-1, keepdim=True))
         lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
@@ -532,8 +527,4 @@ def _quantized(y: Tensor, scale: Tensor, spec: TensorSpec) -> tuple[Tensor, Tens
     y = y.contiguous()
     if y.numel() == 0:
         return quantize(y, scale, spec), torch.ones_like(y, dtype=torch.bool), y
-    return (
-        quantize(y, scale, spec),
-        inside_range(y, scale, spec),
-        fake_quant(y, scale, spec),
-    )
+    return quantize(y, scale, spec), inside_range(y, scale, spec), fake_quant(y, scale, spec)

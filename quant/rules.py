@@ -89,7 +89,6 @@ def assign(
     Patterns match stacked experts by the names of their Linears in a checkpoint, such as ``experts.7.gate_proj``.
 
     Args:
-        model: any module tree.
         scheme: default scheme of the Linears; None leaves them unquantized.
         rules: the first rule that matches a Linear decides.
         exempt: regexes on full names of modules that stay unquantized, whatever the rules are. A pattern outside

@@ -134,8 +134,7 @@ def ignore_patterns(
     Args:
         skipped, quantized, routers: module names of the unquantized Linears, the quantized layers and the MoE routers.
         copied: names of modules to ignore with all their submodules, under any prefix.
-        anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
-            module.
+        anywhere: as in :func:`quantization_config`.
     """
     quantized = list(quantized)
     ends = dict.fromkeys(f"re:.*{re.escape('.'.join(name.split('.')[-2:]))}$" for name in routers)

@@ -80,17 +80,9 @@ def gguf_tensors(
 
 
 def blocks(key: str, codes: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
-    """Build the bytes of a weight's blocks: uint8 ``[out, in / 32 * bytes of a block]``.
-
-    Args:
-        key: name of the scale, for messages.
-        codes: int8 ``[out, in]`` in CPU memory; uint8 for e2m1.
-        scale: effective scale of the forward, ``[out, in / 32]``; a power of two for MXFP4.
-        kind: ``"Q4_0"``, ``"Q8_0"`` or ``"MXFP4"``.
-
-    Raises:
-        ValueError: fp16 cannot represent a scale.
-    """
+    """Build the bytes of a weight's blocks of the type ``kind`` (not NVFP4): uint8 ``[out, in / 32 * bytes of a
+    block]``. ``codes`` are int8 ``[out, in]`` in CPU memory, uint8 for e2m1; ``scale`` is the effective scale of the
+    forward, ``[out, in / 32]``. Raises ValueError, with the scale's name ``key``, if fp16 cannot represent a scale."""
     groups = codes.unflatten(1, (-1, BLOCK))
     scale = scale.cpu().float()
     if kind == "MXFP4":

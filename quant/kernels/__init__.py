@@ -280,15 +280,9 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute RMSNorm and quantize its result with one fixed scale, without a gradient.
 
-    Args:
-        x, weight: ``[..., n]`` and ``[n]`` of one dtype; n is a multiple of 8 and at most 16,384.
-        eps: added to the mean square.
-        quantizer: format and scale, without theta.
-        mask, values: compute these results.
-
-    Returns:
-        Codes and mask of :func:`quantize`, values of :func:`fake_quantize` (mask and values are empty if not
-        requested), and ``rstd`` for :func:`rms_norm_backward`.
+    ``x`` and ``weight`` are ``[..., n]`` and ``[n]`` of one dtype; n is a multiple of 8 and at most 16,384. Returns
+    codes and mask of :func:`quantize`, values of :func:`fake_quantize` (mask and values are empty unless requested),
+    and ``rstd`` for :func:`rms_norm_backward`.
     """
     return _operators().rms_norm_quantize(x, weight, eps, *_single_scale(quantizer), mask, values)
 

@@ -21,13 +21,6 @@ No operator has a gradient in autograd: autograd functions call them, with ``fak
 Operators that backward uses to quantize again take a gradient as ``after``, which does not affect the result. Without
 it, ``torch.compile`` would merge the call with the same call in the forward and keep the result for backward: a
 fake-quantized copy of every weight.
-
-Non-finite values: a NaN stays a NaN (its code is 0 except for e4m3) and has no gradient; an infinity clips. With
-``of_weight``, non-finite elements have a gradient of NaN, or theta has one if its gradient is requested. A token that
-contains a NaN or an infinity becomes NaN as a whole in ``fake_quantize_tokens`` (NVFP4: infinities saturate).
-
-``keep_tokens`` is ``fake_quantize_tokens`` of floats with everything that backward can keep instead of the input: codes
-(e2m1: two in a byte, the first in the low four bits), the mask, and the scales in their stored format.
 """
 
 from collections.abc import Callable
