@@ -42,7 +42,7 @@ from data.files import DataError, Problems, Row, check_files, raise_bad_lines, r
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
 from data.samples import IGNORE, KEYED, Bars, Flat, Samples, no_bar
 from data.template import SpecialTokens, Template
-from data.tokens import CHARACTERS, TEXTS_AT_ONCE, OffsetTokenizer, TokenizerError, Tokens, in_groups
+from data.tokens import OffsetTokenizer, TokenizerError, Tokens, in_groups
 from data.workers import Workers
 
 _MANY_TURNS = 100
@@ -293,7 +293,7 @@ def _tasks(path: Path, bar: tqdm, say: Callable[[str], None] | None) -> Iterator
             if not isinstance(row.value, bytes) or row.value.strip():
                 yield row
 
-    for group in in_groups(rows(), TEXTS_AT_ONCE, CHARACTERS, lambda row: row.size):
+    for group in in_groups(rows(), lambda row: row.size):
         yield str(path), [(row.number, row.value) for row in group]
 
 
@@ -323,27 +323,19 @@ class _Builder:
     """Build samples from lines, and count the special cases."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Options) -> None:
+        self.options = options
         self.template = Template(tokenizer)
-        self.fields = options.fields
-        self.loss_on = options.loss_on
-        self.special_tokens = options.special_tokens
-        self.prompts = options.prompts
         self.tokenizer = OffsetTokenizer(tokenizer, spelled_as_text=options.special_tokens == "text")
-        self.max_length = options.max_length
         self.truncate = options.too_long == "truncate"
         self.bos = tokenizer.bos_token_id
 
     def __call__(self, task: tuple[str, list[_Line]]) -> _Part:
-        """Build the samples of some lines of a file.
-
-        Raises:
-            DataError: the tokenizer refuses a text.
-        """
+        """Build the samples of some lines of a file. Raises DataError if the tokenizer refuses a text."""
         self.file, lines = task
         self.counts = Counts()
         self.problems: list[tuple[int, str]] = []
         samples: list[tuple[np.ndarray, np.ndarray, int]] = []
-        for batch in in_groups(self._renderings(lines), TEXTS_AT_ONCE, CHARACTERS, lambda line: len(line[1].text)):
+        for batch in in_groups(self._renderings(lines), lambda line: len(line[1].text)):
             samples += self._samples(batch)
         inputs, labels, numbers = zip(*samples, strict=True) if samples else ((), (), ())
         arrays = {
@@ -364,7 +356,7 @@ class _Builder:
             self.counts.lines += 1
             try:
                 rendering = self._rendered(line)
-                hopeless = self.tokenizer.is_longer(rendering.text, self.max_length)
+                hopeless = self.tokenizer.is_longer(rendering.text, self.options.max_length)
             except (BadLineError, MemoryError, RecursionError) as error:
                 said = str(error) if isinstance(error, BadLineError) else "found a line that is too large or too deep"
                 self.problems.append((number, said))
@@ -379,14 +371,14 @@ class _Builder:
     def _rendered(self, line: bytes | dict[str, Any]) -> Rendering:
         """Render a line with the template. Raises BadLineError if the line spells out a special token, unless
         data.special_tokens allows it."""
-        conversation = conversation_of(line, self.fields, self.template.reads, prompt=self.prompts)
-        if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
+        conversation = conversation_of(line, self.options.fields, self.template.reads, prompt=self.options.prompts)
+        if self.options.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
             raise BadLineError(
                 f"found the special token {token!r} spelled out, expected none: remove it, or set data.special_tokens "
                 "to keep or text"
             )
         rendering = self._located(conversation)
-        if self.special_tokens == "text" and rendering.unplaced:
+        if self.options.special_tokens == "text" and rendering.unplaced:
             raise BadLineError(
                 "found a special token spelled out, which cannot be made plain text, as the chat template writes the "
                 "conversation otherwise without it: remove it, or set data.special_tokens to keep"
@@ -399,14 +391,14 @@ class _Builder:
 
         Each answer takes time in proportion to the number of turns. So if there are many, the last answer is located
         first, as it suffices to drop a chat that is too long."""
-        if self.prompts:
+        if self.options.prompts:
             return render_prompt(self.template, conversation)
-        if self.loss_on == "all" and not self.truncate and len(conversation.messages) > _MANY_TURNS:
+        if self.options.loss_on == "all" and not self.truncate and len(conversation.messages) > _MANY_TURNS:
             last = render(self.template, conversation, "last")
             text = last.text[: last.answers[-1].end] if last.answers else ""
-            if len(self.tokenizer.one(text).ids) > self.max_length + _MANY_TURNS:
+            if len(self.tokenizer.one(text).ids) > self.options.max_length + _MANY_TURNS:
                 return last
-        return render(self.template, conversation, self.loss_on)
+        return render(self.template, conversation, self.options.loss_on)
 
     def _count(self, conversation: Conversation, rendering: Rendering) -> None:
         """Count what is special in a conversation: turns that are left out or not learned, nulls, and keys that are not
@@ -414,7 +406,7 @@ class _Builder:
         learned = [message.learned for message in conversation.messages]
         self.counts.unanswered += conversation.unanswered + rendering.behind
         self.counts.passed += rendering.passed
-        self.counts.unlearned += (learned[:-1] if self.loss_on == "last" else learned[:1]).count(True)
+        self.counts.unlearned += (learned[:-1] if self.options.loss_on == "last" else learned[:1]).count(True)
         self.counts.answers += conversation.answers
         self.counts.nulls_left_out += conversation.nulls_left_out
         self.counts.nulls_kept += conversation.nulls_kept
@@ -450,8 +442,8 @@ class _Builder:
         """Return inputs and labels of a sample; None if it is dropped as too long."""
         text, spelled, answers = rendering.text, rendering.spelled, rendering.answers
         tokens = self.tokenizer.with_text(text, tokens, spelled)
-        if self.prompts:
-            if len(tokens.ids) > self.max_length:
+        if self.options.prompts:
+            if len(tokens.ids) > self.options.max_length:
                 self.counts.too_long += 1
                 return None
             self.counts.spelled += len(self.tokenizer.spelled_at(tokens, spelled)) + rendering.unplaced
@@ -490,7 +482,7 @@ class _Builder:
 
         The number is None if no token would be left before the last answer, which begins with token ``first``.
         """
-        excess = len(ids) - 1 - self.max_length
+        excess = len(ids) - 1 - self.options.max_length
         if excess <= 0:
             return 0, False
         if excess >= first:

@@ -19,7 +19,6 @@ file                type, shape    content
 The manifest is written last, and then the directory is renamed: a directory with the final name is complete.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from data.cache import digest
 from data.samples import Sample, samples_of
 
 FORMAT = 1
@@ -93,8 +93,7 @@ class Manifest:
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash the vocabulary: which text each token id stands for."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    return hashlib.blake2b(json.dumps(vocabulary).encode(), digest_size=16).hexdigest()
+    return digest(sorted(tokenizer.get_vocab().items()))
 
 
 def offsets_of(samples: Sequence[Sample]) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
@@ -131,13 +131,13 @@ class OffsetTokenizer:
         return _tokens(self._as_text.encode(text, add_special_tokens=False), shift)
 
 
-def in_groups(texts: Iterable[T], count: int, characters: int, length: Callable[[Any], int] = len) -> Iterator[list[T]]:
-    """Group texts in order: at most ``count`` in a group, and the sum of their ``length`` at most ``characters``. A
+def in_groups(texts: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group texts in order: at most `TEXTS_AT_ONCE` in a group, and the sum of their ``length`` at most `CHARACTERS`. A
     text that is longer has a group of its own."""
     group: list[T] = []
     total = 0
     for text in texts:
-        if group and (len(group) == count or total + length(text) > characters):
+        if group and (len(group) == TEXTS_AT_ONCE or total + length(text) > CHARACTERS):
             yield group
             group, total = [], 0
         group.append(text)

@@ -343,7 +343,7 @@ def test_several_processes_give_what_one_gives(tmp_path, rng, monkeypatch):
     path, said = chats(tmp_path / "a.jsonl", rng, 300), Lines()
     expected = read(path)
     monkeypatch.setattr(chat, "_BYTES_PER_PROCESS", path.stat().st_size // 2)
-    monkeypatch.setattr(chat, "TEXTS_AT_ONCE", 7)
+    monkeypatch.setattr("data.tokens.TEXTS_AT_ONCE", 7)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert read(path, reader(tmp_path / "cache", said)) == expected and len(said) == 1
     with Workers(_Killed, 2) as workers, pytest.raises(OSError, match="ended with exit code -9, expected it to finish"):

@@ -285,7 +285,7 @@ def test_a_key_with_half_of_a_surrogate_pair_is_printed(tmp_path):
 
 
 def test_order_over_files_and_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.chat.TEXTS_AT_ONCE", 7)
+    monkeypatch.setattr("data.tokens.TEXTS_AT_ONCE", 7)
     paths = [
         write(tmp_path / f"{start}.jsonl", *({"input": "n", "output": str(n)} for n in range(start, start + 25)))
         for start in (0, 25)
@@ -299,10 +299,12 @@ def test_order_over_files_and_batches(tmp_path, monkeypatch):
 # ---- bounded memory
 
 
-def test_groups_are_bounded_by_number_and_characters(rng):
+def test_groups_are_bounded_by_number_and_characters(rng, monkeypatch):
     texts = ["x" * rng.randint(0, 30) for _ in range(rng.randint(0, 60))]
     count, characters = rng.randint(1, 9), rng.randint(1, 50)
-    groups = list(in_groups(iter(texts), count, characters))
+    monkeypatch.setattr(tokens, "TEXTS_AT_ONCE", count)
+    monkeypatch.setattr(tokens, "CHARACTERS", characters)
+    groups = list(in_groups(iter(texts), len))
     assert [one for group in groups for one in group] == texts and all(groups)
     assert all(len(group) <= count for group in groups)
     assert all(sum(map(len, group)) <= characters or len(group) == 1 for group in groups)
@@ -323,7 +325,6 @@ def test_little_is_tokenized_at_a_time(tmp_path, rng, monkeypatch):
             return super().batch(texts)
 
     monkeypatch.setattr("data.chat.OffsetTokenizer", Counting)
-    monkeypatch.setattr("data.chat.CHARACTERS", 2000)
     monkeypatch.setattr(tokens, "CHARACTERS", 2000)
     tokenizer = tiny_tokenizer()
     samples, _ = read(tmp_path, tokenizer, *[{"input": "x" * 300, "output": "42"}] * 20)
