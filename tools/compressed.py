@@ -59,11 +59,9 @@ def load_compressed(
     weights are quantized again with it, as serving engines do when they fuse these layers.
 
     Args:
-        directory: checkpoint with config.json (which has a ``quantization_config``) and the safetensors files.
         dtype: dtype of the weights and of the computation. In bf16 dequantized weights are rounded as in training.
         device: device of the model, CPU by default. On the meta device only the headers of the files are compared with
             the model.
-        trust_remote_code: allow running Python code in ``directory``.
 
     Raises:
         RankError: there is no quantization_config, or its numerics are not supported; a file is damaged; keys are
@@ -217,14 +215,8 @@ def _plain_tensors(
     model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint, packed: set[str]
 ) -> dict[str, list[tuple[TensorSlice, torch.Tensor]]]:
     """Map keys of unquantized tensors on disk to the parameters and buffers, or slices of them, that each tensor fills.
-
-    Args:
-        model, quantization, checkpoint: contents of the directory.
-        packed: keys of codes and scales, which the checkpoint must have too.
-
-    Raises:
-        CheckpointError: keys are missing, unexpected or of another shape; the message names all of them.
-    """
+    ``packed`` are keys of codes and scales. Raises CheckpointError if any keys are missing, unexpected or of another
+    shape; the message names all of them."""
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
     quantized = {f"{name}.weight" for name in quantization.layers}
     own = {name: tensor for name, tensor in own_tensors(model).items() if name not in quantized}

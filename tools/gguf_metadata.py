@@ -24,16 +24,9 @@ _BY_LAYER = {"attention.head_count_kv", "feed_forward_length"}
 
 
 class GGUFSource:
-    """Opened GGUF file with checked tensors, and its metadata.
-
-    Args:
-        path: the file.
-        known: llama.cpp's names of the supported architectures.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, is one part of a split model, holds no model, or is of an
-            architecture that is not in ``known``.
-    """
+    """Opened GGUF file with checked tensors, and its metadata. ``known`` has llama.cpp's names of the supported
+    architectures. Raises CheckpointError if the file is missing or damaged, is one part of a split model, holds no
+    model, or is of another architecture."""
 
     def __init__(self, path: Path, known: Sequence[str]) -> None:
         if not path.is_file():

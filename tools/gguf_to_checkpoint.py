@@ -87,14 +87,8 @@ class _Family:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion.
-
-    Attributes:
-        model_type: transformers' name of the architecture.
-        kinds: number of tensors by ggml's type.
-        rounded: number of quantized tensors that the chosen dtype does not represent exactly.
-        dtype: the chosen dtype.
-    """
+    """Result of a conversion: ``kinds`` are numbers of tensors by ggml's type, ``rounded`` is the number of quantized
+    tensors that ``dtype`` does not represent exactly."""
 
     model_type: str
     kinds: Mapping[str, int]
@@ -110,12 +104,8 @@ class Conversion:
 
 
 def convert_gguf(source: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> Conversion:
-    """Write the model of a GGUF file to ``out`` as a Hugging Face checkpoint.
-
-    Args:
-        source: the file.
-        out: directory to create.
-        dtype: dtype of quantized tensors in the checkpoint. Tensors in F32, F16 and BF16 keep theirs.
+    """Write the model of the GGUF file ``source`` to a new directory ``out`` as a Hugging Face checkpoint. ``dtype`` is
+    that of quantized tensors; tensors in F32, F16 and BF16 keep theirs.
 
     Raises:
         RankError, ValueError, OSError: before tensors are written: ``out`` is not empty, the file is damaged, or its

@@ -39,14 +39,8 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSet:
-    """Layers that share a scheme, since serving fuses them.
-
-    Attributes:
-        layers: module names.
-        linears: names of their Linears in a checkpoint.
-        weights: number of weights.
-        options: size and cost, by scheme name.
-    """
+    """Layers that share a scheme, since serving fuses them: their module names, the names of their Linears in a
+    checkpoint, the number of weights, and the options by scheme name."""
 
     layers: tuple[str, ...]
     linears: tuple[str, ...]
@@ -166,13 +160,8 @@ def layer_sets(
 
     Layers that serving fuses form one part, and so do all experts of a MoE layer. Layers with their own scheme
     (of a rule, lm_head, embeddings) are not included.
-
-    Args:
-        model: quantized by ``quant.replace_layers``.
-        quantization: result of ``quant.replace_layers``.
-        scheme: name of the scheme.
-        own: names of layers with their own scheme, which may be this one.
-        dtype: dtype of the model, and of scales without a fixed dtype.
+    ``own`` names layers with their own scheme, which may be this one; ``dtype`` is that of the model, and of scales
+    without a fixed dtype.
     """
     layers = quantization.layers.items()
     schemes = {name: layer.scheme for name, layer in layers if layer.scheme.name == scheme and name not in own}
@@ -205,18 +194,9 @@ def divergences(
     device: torch.device,
 ) -> list[float]:
     """Measure, for each of ``sets``, the mean KL divergence per token, in nats, between the logits with only its layers
-    quantized and with no layer quantized; a collective.
-
-    Args:
-        engine: the engine; called with only input_ids.
-        quantization: the engine's quantized layers; which of them are fake-quantized is restored afterwards.
-        sets: names of layers to quantize together, with their inputs; one forward per set and sample.
-        batches: the same number on every rank.
-        device: device of the batches.
-
-    Raises:
-        RankError: on every rank: a divergence is not finite.
-    """
+    quantized (also their inputs) and with no layer quantized; a collective. Takes one forward per set and sample of
+    ``batches``, of which every rank has the same number. Which layers are fake-quantized is restored afterwards. Raises
+    RankError on every rank if a divergence is not finite."""
     was_training = engine.training
     engine.eval()
     sums, tokens = torch.zeros(len(sets), dtype=torch.float64), torch.zeros((), dtype=torch.float64)

@@ -153,12 +153,8 @@ class RotationReport:
 
 
 def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0) -> RotationReport:
-    """Write ``source`` with rotated weights to ``out``. The model computes the same function, and dtypes are the same.
-
-    Args:
-        source: a plain Hugging Face checkpoint of one of :data:`FAMILIES`.
-        out: directory to create.
-        seed: seed of the signs of both rotations.
+    """Write ``source``, a plain Hugging Face checkpoint of one of :data:`FAMILIES`, with rotated weights to a new
+    directory ``out``. The model computes the same function, and dtypes are the same. ``seed`` is that of the signs.
 
     Raises:
         RankError, ValueError, OSError: before anything is written: ``out`` is not empty, the model is unknown or
@@ -209,18 +205,10 @@ def write_changed(
     changed: Callable[[Reader, str], Tensor],
     config: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint like ``source``, in files of the same names, one tensor in memory at a time.
-
-    Args:
-        source: the checkpoint.
-        out: directory to create.
-        tensors: headers of the tensors to write, by key.
-        changed: function of a reader and a key that returns the tensor to write, of the shape and dtype of its header.
-        config: values that replace those of config.json.
-
-    Raises:
-        ValueError, OSError: ``out`` is not empty, the disk is full, or ``changed`` raises; nothing remains at ``out``.
-    """
+    """Write a checkpoint like ``source`` to a new directory ``out``, in files of the same names, with one tensor in
+    memory at a time. ``changed`` returns the tensor to write for each key of ``tensors``, of the shape and dtype of its
+    header; ``config`` has values that replace those of config.json. Raises ValueError or OSError if ``out`` is not
+    empty, the disk is full, or ``changed`` raises; nothing remains at ``out``."""
     files: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for key, tensor in tensors.items():
         assert tensor.dtype is not None, "the model has no such tensor"

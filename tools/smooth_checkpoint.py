@@ -32,19 +32,11 @@ from tools.rotate_checkpoint import FP64_CHUNK, OUTSIDE, change_of, read_plain, 
 def smooth_checkpoint(
     source: Path, out: Path, text: Path, *, tokens: int, strength: float, device: torch.device
 ) -> tuple[int, int]:
-    """Write ``source`` with smoothed weights to ``out``: the same function, computed in fp64 and rounded once. Ranks
-    share the model that reads the text (ZeRO-3), and rank 0 writes; a collective.
+    """Write ``source``, a plain Hugging Face checkpoint, with smoothed weights to a new directory ``out``: the same
+    function, computed in fp64 and rounded once. Return the numbers of tensors written and of norms changed. Ranks share
+    the model that reads the first ``tokens`` tokens of ``text`` (ZeRO-3), and rank 0 writes; a collective.
 
-    Args:
-        source: a plain Hugging Face checkpoint of a family that can be rotated.
-        out: directory to create.
-        text: sample text, a UTF-8 file.
-        tokens: number of tokens of the text to use, from its start.
-        strength: exponent of the magnitudes; 0 changes nothing, and with 1 all features have the same magnitude.
-        device: device of this rank.
-
-    Returns:
-        The numbers of tensors written and of norms changed.
+    ``strength`` is the exponent of the magnitudes: 0 changes nothing, and with 1 all features have the same magnitude.
 
     Raises:
         RankError: on every rank, before the model runs: ``out`` is not empty, the text has no tokens, the model is

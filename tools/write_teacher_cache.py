@@ -32,15 +32,9 @@ from model.zero import gathered
 
 
 def check_recipe(recipe: Recipe, out: Path | None) -> Path:
-    """Reject, before any work, a recipe from which no cache can be written. Changes ``recipe.loss``: unsets
-    ``teacher_cache``, and sets a ``kd_weight`` of 0 to 1.
-
-    Returns:
-        The directory to write: ``out``, or by default ``loss.teacher_cache``.
-
-    Raises:
-        RecipeError: one line per problem.
-    """
+    """Return the directory to write: ``out``, or by default ``loss.teacher_cache``. Raises RecipeError, with one line
+    per problem, for a recipe from which no cache can be written. Changes ``recipe.loss``: unsets ``teacher_cache``, and
+    sets a ``kd_weight`` of 0 to 1."""
     settings = recipe.loss
     if out is None and settings.teacher_cache:
         out = Path(settings.teacher_cache)

@@ -105,21 +105,10 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
 def evaluate_text(
     model: ScoringModel, text: EvalText, *, length: int, batch_size: int = 1, reference: Reference | None = None
 ) -> Score:
-    """Score all tokens of a text; ranks share the windows; a collective.
-
-    Args:
-        model, text: model to evaluate, and text to predict.
-        length: tokens per window.
-        batch_size: windows per forward.
-        reference: predictions of another model for the same text and batch size, to compare with.
-
-    Returns:
-        Sums over the tokens; ``greedy`` is True if every token is the most likely one.
-
-    Raises:
-        RankError: ``length`` is more than the model's context; or for the reasons of
-            :func:`tools.evaluation.score.score_windows`.
-    """
+    """Score all tokens of a text in windows of ``length`` tokens, and return the sums over the tokens (``greedy`` is
+    True if every token is the most likely one). Ranks share the windows; a collective. ``reference`` has predictions of
+    another model for the same text and batch size, to compare with. Raises RankError if ``length`` is more than the
+    model's context, or for the reasons of :func:`tools.evaluation.score.score_windows`."""
     windows = _windows(model, text, length)
     scores = score_windows(model, windows, batch_size=batch_size, label="perplexity", reference=reference)
     likelihoods, greedy, kl, agreed = zip(*scores, strict=True)
@@ -135,18 +124,10 @@ def _windows(model: ScoringModel, text: EvalText, length: int) -> list[Window]:
 def load_for_evaluation(
     directory: str | Path, dtype: torch.dtype, device: torch.device, *, sharded: bool = False
 ) -> ScoringModel:
-    """Load a checkpoint, plain or compressed; a collective.
-
-    Args:
-        directory: the checkpoint. The model of a compressed checkpoint computes with codes and scales as in training.
-            Checkpoints of GPTQ, AWQ and AutoRound, and gpt-oss as published, are dequantized.
-        dtype: dtype of weights and computation.
-        device: device of the model or its partitions.
-        sharded: partition the weights over the ranks (ZeRO-3); plain checkpoints only.
-
-    Raises:
-        RankError: on every rank: the checkpoint is damaged, or it is compressed and ``sharded`` is True.
-    """
+    """Load a checkpoint, plain or compressed; a collective. The model of a compressed checkpoint computes with codes
+    and scales as in training. Checkpoints of GPTQ, AWQ and AutoRound, and gpt-oss as published, are dequantized. With
+    ``sharded`` the weights of a plain checkpoint are partitioned over the ranks (ZeRO-3). Raises RankError on every
+    rank if the checkpoint is damaged, or is compressed and ``sharded`` is True."""
     say_left_out(directory)
     if _is_compressed(directory):
         if sharded:

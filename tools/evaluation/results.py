@@ -117,19 +117,13 @@ class Comparison:
     qat: dict[str, Evaluation] = field(default_factory=dict)
 
     @property
-    def schemes(self) -> list[str]:
-        """Return the scheme names in insertion order."""
-        return list(dict.fromkeys([*self.ptq, *self.qat]))
-
-    @property
     def level(self) -> str:
         """Return the name of the unquantized model in tables: the dtype of the evaluation, bf16 if it is not known."""
         ends = (found.conditions.rpartition(", ")[2] for found in self.bf16.measurements.values())
         return next((LEVELS[end] for end in ends if end in LEVELS), "bf16")
 
     def measures(self) -> list[str]:
-        """Return the names of the compared metrics: all metrics of the unquantized model but :data:`REDUNDANT`, which
-        rank models as the perplexity per token does."""
+        """Return the names of the compared metrics: those of the unquantized model but :data:`REDUNDANT`."""
         return [name for name in self.bf16.measurements if name not in REDUNDANT]
 
     def problems(self) -> list[str]:
@@ -152,18 +146,13 @@ class Comparison:
         bf16, size = self.bf16.measurements[measure], self.bf16.weights_bytes
         rows: list[tuple[str, ...]] = [("", self.level, "PTQ", "QAT", "recovered", "file", f"of {self.level}")]
         rows.append((self.level, shown_measurement(bf16), "", "", "", shown_size(size), ""))
-        for scheme in self.schemes:
-            models = [side[scheme] for side in (self.ptq, self.qat) if scheme in side]
-            ptq, qat = self.pair(scheme, measure)
-            own = models[-1].weights_bytes
+        for scheme in dict.fromkeys([*self.ptq, *self.qat]):
+            models = [side.get(scheme) for side in (self.ptq, self.qat)]
+            ptq, qat = (None if model is None else model.measurements[measure] for model in models)
+            own = [model.weights_bytes for model in models if model is not None][-1]
             figures = (*map(shown_measurement, (bf16, ptq, qat)), shown_share(bf16, ptq, qat))
             rows.append((scheme, *figures, shown_size(own), f"{own / size:.0%}"))
         return rows
-
-    def pair(self, scheme: str, measure: str) -> tuple[Measurement | None, Measurement | None]:
-        """Return the metric ``measure`` of a scheme's PTQ and QAT models; None for a missing model."""
-        ptq, qat = (side[scheme].measurements[measure] if scheme in side else None for side in (self.ptq, self.qat))
-        return ptq, qat
 
 
 def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | None:
@@ -202,13 +191,9 @@ def comparison_tables(comparison: Comparison) -> str:
     blocks = []
     for measure in comparison.measures():
         found = comparison.bf16.measurements[measure]
-        blocks += [f"{better(measure, found)}: {found.conditions}", markdown_table(comparison.rows(measure))]
+        better = "higher" if found.higher_is_better else "lower"
+        blocks += [f"{measure} ({better} is better): {found.conditions}", markdown_table(comparison.rows(measure))]
     return "\n\n".join(blocks)
-
-
-def better(measure: str, found: Measurement) -> str:
-    """Format a metric's name and whether higher or lower is better."""
-    return f"{measure} ({'higher' if found.higher_is_better else 'lower'} is better)"
 
 
 def markdown(comparison: Comparison) -> str:

@@ -185,10 +185,9 @@ def score_windows(
     """Score all windows; ranks share the work, and each returns all scores; a collective.
 
     Args:
-        model: model to score with.
-        windows: windows to score, the same on every rank; each has targets, and no more targets than inputs.
+        windows: the same on every rank; each has targets, and no more targets than inputs.
         batch_size: windows per forward.
-        label: label of the progress bar.
+        label: of the progress bar.
         reference: predictions for the same windows and batch size, to compare with.
 
     Raises:

@@ -62,15 +62,9 @@ class Tasks:
     ) -> dict[str, Measurement]:
         """Measure each metric of each task, by ``task metric``; for a group with a mean, only the mean. A collective.
 
-        Args:
-            model, tokenizer: model to evaluate.
-            length: tokens per window; the model's context if None.
-            batch_size: windows per forward.
-            dtype: name of the dtype, for the conditions of the measurements.
-
-        Raises:
-            RankError: ``length`` is None and the model's context is unknown, an answer is longer than a window, a
-                prediction is not finite, or requests differ between ranks.
+        ``length`` is the number of tokens per window, the model's context if None; ``dtype`` a name for the conditions
+        of the measurements. Raises RankError if ``length`` is None and the model's context is unknown, an answer is
+        longer than a window, a prediction is not finite, or requests differ between ranks.
         """
         length = length or model.context
         if length is None:
@@ -130,10 +124,9 @@ def load_tasks(
     and NumPy's global generators.
 
     Args:
-        names: tasks, groups or tags.
         task_dir: folder with task files (YAML) that replace the harness' own. Their data files are relative to it.
             Their ``!function`` entries are Python code that is run.
-        limit: number of samples of each task, from the first one on; None for all.
+        limit: number of samples of each task, from the first one on.
         num_fewshot: number of examples before each question, or None for each task's own; a task made for 0 takes no
             other number.
 

@@ -55,11 +55,8 @@ class MetaTeacher:
 
 
 def meta_student(recipe: Recipe) -> MetaStudent:
-    """Build the student as for a run on one rank.
-
-    Raises:
-        RankError: the model cannot be built or quantized, with the text that a run would report.
-    """
+    """Build the student as for a run on one rank. Raises RankError, with the text that a run would report, if the model
+    cannot be built or quantized."""
     # On stage 0 nothing is partitioned. With one micro-batch per step no codes of weights are kept for the next
     # micro-batch: tools.memory.zero counts those codes. Nothing is computed, so nothing is compiled.
     train = dataclasses.replace(recipe.train, gradient_accumulation_steps=1, compile=False)
@@ -109,12 +106,7 @@ def _attention(recipe: Recipe, path: str) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """A micro-batch of the student.
-
-    Attributes:
-        events: events of the micro-batch, in order.
-        on_host: bytes of activations kept in host memory.
-    """
+    """Events of the student's micro-batch, and bytes of activations kept in host memory."""
 
     events: list[Event]
     on_host: int
@@ -129,7 +121,6 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
     recipe = student.recipe
     labels = torch.zeros(rows, -(-recipe.data.max_length // recipe.parallel.sequence), dtype=torch.int64)
     objective = recipe.loss.objective(lm=recipe.loss.lm_weight, kd=recipe.loss.kd_weight or float(recipe.distils()))
-
     moved: list[int] = []
 
     def forward() -> Tensor:

@@ -119,8 +119,7 @@ class Planner:
         self._events: dict[int, tuple[list[Event], Step]] = {}
 
     def events(self, rows: int) -> tuple[list[Event], Step]:
-        """Return the events of the teacher's forward, and the step of the student, for a micro-batch of ``rows``
-        rows."""
+        """Return the events of the teacher's forward, and the student's step, for a micro-batch of ``rows`` rows."""
         if rows not in self._events:
             BLOCK_ELEMENTS["meta"] = self.block_elements
             try:
@@ -131,18 +130,10 @@ class Planner:
         return self._events[rows]
 
     def predict(self, strategy: str, ranks: int, *, gpu_bytes: int | None = None) -> Prediction:
-        """Predict one strategy.
-
-        Args:
-            strategy: a name in ds_configs/ or the path of a JSON file.
-            ranks: number of ranks of the run.
-            gpu_bytes: memory of a GPU, of which ``RESERVE`` is set aside; if given, the largest micro-batch that fits
-                is also predicted.
-
-        Raises:
-            DsConfigError: the configuration is wrong, or contradicts the recipe.
-            RecipeError: ``parallel.sequence`` does not divide ``ranks``.
-        """
+        """Predict one strategy, a name in ds_configs/ or the path of a JSON file, with this number of ranks. With
+        ``gpu_bytes``, the memory of a GPU, also predict the largest micro-batch that fits beside ``RESERVE``. Raises
+        DsConfigError if the configuration is wrong or contradicts the recipe, RecipeError if ``parallel.sequence`` does
+        not divide ``ranks``."""
         recipe, inventory, model = replace(self.recipe, deepspeed=strategy), self.inventory, self.student.model
         recipe.check_ranks(ranks)
         config = resolve(recipe, ranks, local_size=min(ranks, self.ranks_per_node))
@@ -238,8 +229,7 @@ class _Teacher:
 
 
 def headline(recipe: Recipe, ranks: int, parameters: int, trained: int) -> str:
-    """Format the line above the table: the model, its number of ``parameters`` and of ``trained`` parameters, the
-    ranks, the micro-batches."""
+    """Format the line above the table. ``parameters`` and ``trained`` are numbers of parameters."""
     checkpointing = "with" if recipe.train.activation_checkpointing else "without"
     return (
         f"{recipe.model.path}: {parameters / 1e9:.3f}e9 parameters, {trained / 1e9:.3f}e9 of them trained, "
@@ -260,7 +250,7 @@ def memory_table(predictions: Sequence[Prediction], gpu_bytes: int | None) -> st
     for item in ITEMS:
         row(item, lambda one, item=item: one.held.device[item])  # type: ignore[misc]
     row("gathered at most", lambda one: one.cost.gathered)
-    row("activations, losses", lambda one: max(_part(one, phase, "activations") for phase in ("forward", "backward")))
+    row("activations, losses", lambda one: max(one.moments[p].parts["activations"] for p in ("forward", "backward")))
     row("copies in the step", lambda one: one.moments["step"].parts["copies"])
     for phase, name in (("forward", "peak in forward"), ("backward", "peak in backward"), ("step", "peak in the step")):
         row(name, lambda one, phase=phase: one.moments[phase].total)  # type: ignore[misc]
@@ -274,10 +264,6 @@ def memory_table(predictions: Sequence[Prediction], gpu_bytes: int | None) -> st
     return markdown_table(
         [["GB per rank", *(one.strategy for one in predictions)]] + [[n, *map(v, predictions)] for n, v in rows]
     )
-
-
-def _part(prediction: Prediction, phase: str, name: str) -> int:
-    return prediction.moments[phase].parts[name]
 
 
 def traffic_table(predictions: Sequence[Prediction]) -> str:
@@ -359,19 +345,12 @@ def possible(recipe: Recipe) -> Iterator[Saving]:
 
 @dataclass
 class Advisor:
-    """Predictor of the memory of a recipe with changes.
-
-    Attributes:
-        recipe: the recipe without changes.
-        ranks, ranks_per_node: number of ranks of the run and of a node.
-    """
+    """Predictor of the memory of ``recipe`` with changes."""
 
     recipe: Recipe
     ranks: int
     ranks_per_node: int = 8
-
-    def __post_init__(self) -> None:
-        self._planners: dict[str, Planner] = {}
+    _planners: dict[str, Planner] = field(default_factory=dict, init=False)
 
     def predict(self, changes: Sequence[Saving]) -> Prediction | None:
         """Predict the recipe with ``changes`` (may be empty); None if the changed recipe is invalid, or equal to the

@@ -53,13 +53,8 @@ KEPT = 3  # bytes per element of a row whose codes were chosen: its bf16 weight 
 
 
 def bytes_of_ptq_init(student: MetaStudent, settings: Settings, rows: int) -> int:
-    """Return the most bytes that a rank needs in addition to its parameters while codes are chosen; 0 for ``rtn``.
-
-    Args:
-        student: the model and its quantized layers, on the meta device.
-        settings: the ZeRO settings.
-        rows: rows of a micro-batch; ``quant.calibration_batches`` micro-batches are the samples.
-    """
+    """Return the most bytes that a rank needs in addition to its parameters while codes are chosen; 0 for ``rtn``. The
+    samples are ``quant.calibration_batches`` micro-batches of ``rows`` rows."""
     recipe = student.recipe
     if recipe.quant.init == "rtn":
         return 0

@@ -140,18 +140,9 @@ def cost_of_step(
     gathered: Gathers,
     fused_optimizer: bool,
 ) -> StepCost:
-    """Add the stage's memory to the events of the step's worst micro-batch.
-
-    Args:
-        settings: settings of the run.
-        held: bytes of the rank between steps. Host memory for copies in the optimizer's step is added to it.
-        inventory: the student's parameters.
-        calls: the largest calls of the student's modules.
-        events: events of one micro-batch of the student.
-        gathered: gathers of the student.
-        fused_optimizer: True if the optimizer makes no copies of the tensors that it updates (torch's fused AdamW, on
-            CUDA).
-    """
+    """Add the stage's memory to ``events``, those of the student's micro-batch. Host memory for copies in the
+    optimizer's step is added to ``held``. ``inventory``, ``calls`` and ``gathered`` are the student's;
+    ``fused_optimizer``: the optimizer makes no copies of the tensors that it updates (torch's fused AdamW, on CUDA)."""
     constant = sum(size for item, size in held.device.items() if item not in ("gradients", "buckets"))
     stage = _reduction(settings, held, inventory)
     numels = {parameter.name: parameter.numel for parameter in inventory.trained}

@@ -11,7 +11,7 @@ follow: the forward of each adds the same bytes, and its backward frees them.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,14 +61,14 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class _Bytes(TorchDispatchMode):
-    """Mode that counts the storages that operators create inside it, and lets operators mix meta tensors with the real
-    tensors of a routing."""
+    """Mode that counts the storages that operators create inside it, except those of ``known`` tensors, and lets
+    operators mix meta tensors with the real tensors of a routing."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
-        self._seen: dict[int, weakref.ref] = {}
+        self._seen: dict[int, weakref.ref | None] = {tensor.untyped_storage()._cdata: None for tensor in known}
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,27 +94,15 @@ class _Bytes(TorchDispatchMode):
         del self._seen[key]
         self.live -= size
 
-    def known(self, tensors: Sequence[Tensor]) -> None:
-        """Exclude these tensors from the count, as they existed before the micro-batch."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._seen[storage._cdata] = weakref.ref(storage)
-
 
 def record_step(model: PreTrainedModel, forward: Callable[[], Tensor], *, backward: bool = True) -> list[Event]:
-    """Record the events of one micro-batch, in order.
+    """Record the events of one micro-batch of a model on the meta device, in order.
 
-    Gradients of Parameters are dropped as soon as they are complete, since the ZeRO stage determines how long they are
-    kept.
-
-    Args:
-        model: a model on the meta device, with the same quantized layers and trained parameters as in the run.
-        forward: creates the model's inputs, runs the model, and returns the tensor to differentiate.
-        backward: True if a backward follows.
+    ``forward`` creates the model's inputs, runs the model, and returns the tensor to differentiate. Gradients of
+    Parameters are dropped as soon as they are complete, since the ZeRO stage determines how long they are kept.
     """
     events: list[Event] = []
-    counter = _Bytes()
-    counter.known([*model.parameters(), *model.buffers()])
+    counter = _Bytes([*model.parameters(), *model.buffers()])
 
     def note(kind: str, name: str) -> None:
         events.append(Event(kind, name, counter.live, counter.peak))

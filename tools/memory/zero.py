@@ -185,7 +185,6 @@ class Inventory:
     Attributes:
         parameters: all parameters in the order of creation: weights, then scales and adapters.
         groups: trained parameters by the name of their group in the optimizer.
-        scales: bytes of all scales, which are also among ``parameters``.
         quantized: number of weight elements that have codes.
         scales_of_codes: bytes of the scales that every rank keeps to gather codes.
         coded: names of the groups whose moments have 8 bits.
@@ -193,7 +192,6 @@ class Inventory:
 
     parameters: list[ShardedParameter]
     groups: dict[str, list[ShardedParameter]]
-    scales: int = 0
     quantized: int = 0
     scales_of_codes: int = 0
     coded: frozenset[str] = frozenset()
@@ -241,13 +239,8 @@ class Inventory:
 def take_inventory(
     model: PreTrainedModel, optim: OptimRecipe | None, as_codes: Iterable[nn.Parameter] = ()
 ) -> Inventory:
-    """List the Parameters of a model on the meta device.
-
-    Args:
-        model: the model, with the same trained parameters as in the run.
-        optim: the recipe's section ``optim``; None for a frozen model, which has no parameter groups.
-        as_codes: the weights whose codes are gathered.
-    """
+    """List the Parameters of a model on the meta device, of which the same train as in the run. ``optim`` is None for a
+    frozen model, which has no parameter groups; ``as_codes`` are the weights whose codes are gathered."""
     made = sorted(classify(model), key=lambda owned: owned.kind in ADDED)
     whole = {id(parameter) for parameter in to_be_whole(one.parameter for one in made if one.kind in SCALES)}
     coded = {id(parameter) for parameter in as_codes}
@@ -269,7 +262,6 @@ def take_inventory(
     return Inventory(
         list(known.values()),
         {group["name"]: [known[id(parameter)] for parameter in group["params"]] for group in groups},
-        bytes_of(known[id(owned.parameter)] for owned in made if owned.kind in SCALES),
         coded=frozenset(group["name"] for group in groups if group["moments"] == "8bit"),
     )
 

@@ -129,7 +129,6 @@ def compare_with_transformers(directory: Path, batches: Sequence[Tensor], *, tru
     Args:
         directory: directory written by ``model.save.export_model``.
         batches: input_ids [B, T], T at least 2; each is one forward.
-        trust_remote_code: allow running Python code in the directory.
 
     Raises:
         RankError: ``load_compressed`` rejects the directory (keys, shapes, ...), or transformers does not load it.
@@ -181,10 +180,8 @@ def load_theirs(
     directory: Path, model: PreTrainedModel, quantization: Quantization, *, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load the checkpoint with transformers; return its model in fp32, and a sentence for each problem that it reports.
-
     ``model`` and ``quantization`` are the result of ``load_compressed(directory)``. Raises RankError if transformers
-    raises an error.
-    """
+    raises an error."""
     # The eager experts multiply expert by expert, as this project does; the default sums in another order.
     moe = any(is_expert(name) for name, _ in model.named_parameters())
     options: dict[str, Any] = {"experts_implementation": "eager"} if moe else {}

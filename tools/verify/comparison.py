@@ -2,14 +2,14 @@
 
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from model.checkpoint.safetensors import Reader, read_headers, read_tensor
@@ -274,6 +274,11 @@ def check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path
 def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Compute the logits [B, T, V], in fp32, of this project's forward for ``ids`` [B, T]."""
     return model(input_ids=ids, use_cache=False).logits.float()
+
+
+def on_input(change: Callable[[Tensor], Tensor], _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Apply ``change`` to a module's input: with it a forward pre-hook."""
+    return (change(arguments[0]), *arguments[1:])
 
 
 def compare(ours: Iterable[Tensor], theirs: Iterable[Tensor], batches: Sequence[Tensor]) -> LogitComparison:

