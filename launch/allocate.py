@@ -30,14 +30,12 @@ import argparse
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import yaml
 
-from data.loader import Loader
 from engine.config.config import Recipe
 from engine.session.context import TORCH_DTYPES, RunContext, start_ranks
-from engine.session.session import Session, check_models
+from engine.session.session import check_models
 from launch.calibrate import calibrated
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
@@ -64,12 +62,15 @@ def main() -> None:
         with errors_on_all_ranks(ValueError):
             schemes = allocate(parts, arguments.budget_bits)
         most, chosen = rules_of_choice(parts, schemes)
-        rules = [*own_rules(recipe), *chosen]  # the first that matches a layer decides
+        own_rules = [
+            {key: value for key, value in asdict(rule).items() if value is not None} for rule in recipe.quant.rules
+        ]
+        rules = [*own_rules, *chosen]  # the first that matches a layer decides
         say("measuring the recipe")
         mixed = recipe_or_exit([*rest, "--quant.scheme", most, "--quant.rules", yaml.safe_dump(rules), *NEAREST])
-        costs[MIX] = cost_of_all(
-            *calibrated(mixed, context, check_models(mixed, context, losses=False)), arguments.batches
-        )
+        session, loader = calibrated(mixed, context, check_models(mixed, context, losses=False))
+        sets, batches = [[*session.quantization.layers]], loader.first(arguments.batches)
+        (costs[MIX],) = divergences(session.engine, session.quantization, sets, batches, session.device)
         text = allocation_table(parts, schemes, costs)
         say(text)
         if is_main():
@@ -125,24 +126,12 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> set[str]
     return own
 
 
-def own_rules(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return ``quant.rules`` of a recipe as plain values. Layers that these rules match are no parts."""
-    return [{key: value for key, value in asdict(rule).items() if value is not None} for rule in recipe.quant.rules]
-
-
-def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
-    """Measure the mean KL divergence per token, in nats, between the logits with all layers quantized and with none, on
-    the first ``batches`` micro-batches of each rank; a collective."""
-    layers = [*session.quantization.layers]
-    return divergences(session.engine, session.quantization, [layers], loader.first(batches), session.device)[0]
-
-
 def measured(
     recipe: Recipe, context: RunContext, scheme: str, own: Collection[str], batches: int
 ) -> tuple[list[LayerSet], float]:
-    """Measure the costs (:func:`cost_of_all`) of each part alone under ``scheme``, the recipe's quant.scheme, and of
-    all layers together; a collective. Return the parts with their costs, and the cost of all. Layers in ``own`` are no
-    parts."""
+    """Measure the costs (:func:`tools.mixed_precision.divergences`) of each part alone under ``scheme``, the recipe's
+    quant.scheme, and of all layers together; a collective. Return the parts with their costs, and the cost of all.
+    Layers in ``own`` are no parts."""
     session, loader = calibrated(recipe, context, check_models(recipe, context, losses=False))
     quantization = session.quantization
     parts = layer_sets(session.model, quantization, scheme, own, TORCH_DTYPES[recipe.model.dtype])

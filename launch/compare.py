@@ -74,10 +74,8 @@ def main() -> None:
                         "--reference measures it"
                     )
                 else:
-                    with errors_on_all_ranks(ValueError):
-                        (unquantized,) = local_paths(
-                            named(bf16)
-                        )  # its weights too, if only its results were needed so far
+                    with errors_on_all_ranks(ValueError):  # its weights too, if only its results were needed so far
+                        (unquantized,) = local_paths(named(bf16))
                     reference = read_reference(unquantized, questions, device)
             for directory in missing:
                 say(f"evaluate: {directory}")

@@ -59,14 +59,11 @@ NAMES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 
 class ForeignRecipe:
-    """Configuration file of another tool. Keys are taken one by one, so that unconverted keys can be listed.
-
-    Attributes:
-        keys: the values that were not taken yet, by dotted key.
-    """
+    """Configuration file of another tool. Keys are taken one by one, so that unconverted keys can be listed."""
 
     def __init__(self, contents: dict[str, Any]) -> None:
         self.keys = dict(_flat(contents))
+        """The values that were not taken yet, by dotted key."""
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of ``key``, or ``default`` if it is absent or null, and mark the key as taken."""
@@ -99,16 +96,12 @@ def _flat(contents: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 class Converted:
-    """Recipe under construction, with notes for the user.
-
-    Attributes:
-        recipe: sections of options.
-        notes: one line per key of the source that has no counterpart, or another meaning.
-    """
+    """Recipe under construction, with notes for the user."""
 
     def __init__(self) -> None:
         self.recipe: dict[str, Any] = {}
         self.notes: list[str] = []
+        """One line per key of the source that has no counterpart, or another meaning."""
 
     def put(self, key: str, value: Any) -> None:
         """Set an option, unless the value is None."""

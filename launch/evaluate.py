@@ -37,13 +37,7 @@ from tools.evaluation.results import Evaluation, check_writable, write_evaluatio
 def main() -> None:
     """Evaluate every model; print its table rows, and write the results to the file of ``--json``, if given."""
     parser = option_parser(__doc__, ranks=True)
-    parser.add_argument(
-        "--model",
-        type=CheckpointName,
-        action="append",
-        required=True,
-        help="checkpoint; repeatable",
-    )
+    parser.add_argument("--model", type=CheckpointName, action="append", required=True, help="checkpoint; repeatable")
     parser.add_argument(
         "--reference",
         type=CheckpointName,
@@ -61,11 +55,12 @@ def main() -> None:
 
     with clean_exit():
         fetch_checkpoints(arguments)
-        device = start_alike(arguments, [*arguments.model, *filter(None, [arguments.reference])])
+        directories = [*arguments.model, *filter(None, [arguments.reference])]
+        device = start_alike(arguments, directories)
         if arguments.json is not None:
             check_results(arguments.json, "--json")
         questions = read_questions(arguments)
-        for directory in dict.fromkeys([*arguments.model, *filter(None, [arguments.reference])]):
+        for directory in dict.fromkeys(directories):
             check_checkpoint(directory)
         reference = None
         if arguments.reference is not None:
@@ -79,10 +74,8 @@ def main() -> None:
 
 
 def start_alike(arguments: argparse.Namespace, models: Sequence[str | Path]) -> torch.device:
-    """Start the process group and return this rank's device. A collective.
-
-    Raises RankError on every rank if ranks differ in the arguments, or in the files of ``--text`` and of ``models``.
-    """
+    """Start the process group and return this rank's device; a collective. Raises RankError on every rank if ranks
+    differ in the arguments, or in the files of ``--text`` and of ``models``."""
     files = {"--text": arguments.text, **{f"model {number}": one for number, one in enumerate(models)}}
     return init_ranks(vars(arguments), files)
 
@@ -144,8 +137,7 @@ def read_questions(arguments: argparse.Namespace) -> Questions:
 
 
 def check_results(path: Path, option: str) -> None:
-    """Refuse a results file that rank 0 cannot write; a collective. Raises RankError on every rank if the file cannot
-    be written; the message names the option."""
+    """Raise RankError on every rank, with the option's name, if rank 0 cannot write a results file; a collective."""
     with errors_on_all_ranks(ValueError):
         if is_main():
             check_writable(path, option)

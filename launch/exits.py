@@ -30,11 +30,8 @@ LOST_PEER = (
 
 
 def recipe_or_exit(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
-    """Parse the recipe of a command line (:func:`engine.config.reading.parse_recipe`); exit if it is bad.
-
-    Raises:
-        SystemExit: with code 2, after printing the problems.
-    """
+    """Parse the recipe of a command line (:func:`engine.config.reading.parse_recipe`); if it is bad, print the problems
+    and exit with code 2."""
     with _exit_on_recipe_error():
         return parse_recipe(argv, check_files=check_files)
 
@@ -49,9 +46,6 @@ def clean_exit() -> Iterator[None]:
     exit would first close NCCL's communicators, which may wait for the other ranks. Before there is a process group,
     the error is sent to the other ranks. Ctrl-C outside of training (see engine/cluster/job.py) prints one line, and
     the exit code is 130.
-
-    Raises:
-        SystemExit: with these codes.
     """
     with _exit_on_recipe_error():
         try:

@@ -176,8 +176,8 @@ def check_comparable(recipe: Recipe) -> None:
 
 
 def pins(recipe: Recipe) -> list[str]:
-    """Return command-line options that pin everything from the Hugging Face Hub to one commit, so that all runs of the
-    study use the same files."""
+    """Return options that pin everything from the Hugging Face Hub to one commit, so that all runs use the same
+    files."""
     words = []
     for key, section, item in recipe_options(recipe):
         if HUB in item.metadata and (name := named(value := getattr(section, item.name))) != value:
