@@ -147,26 +147,21 @@ class _Marked:
 
 
 class Marks:
-    """Marks, unique words that replace the strings of one or several turns to locate them in rendered text.
-
-    Args:
-        tags: pattern of tags at which the content is divided, and which get no mark; None: the content gets one mark.
-
-    Attributes:
-        forms: the forms in which a template may write each mark's string: unchanged, or escaped in JSON.
-        kinds: for each mark, the part of a turn that it replaces (content, reasoning, ...), and the turn's index.
-        parts: the content's marks and tags, in order.
-        unlike: the first mark whose string the last call of `find` missed; None if it found all.
-    """
+    """Marks, unique words that replace the strings of one or several turns to locate them in rendered text. ``tags``
+    is a pattern of tags at which the content is divided, and which get no mark."""
 
     def __init__(self, tags: re.Pattern[str] = NO_TAGS) -> None:
         self._tags = tags
         self._escaped = False
         self._index = -1
         self.forms: dict[str, tuple[str, ...]] = {}
+        """The forms in which a template may write each mark's string: unchanged, or escaped in JSON."""
         self.kinds: dict[str, tuple[str, int]] = {}
+        """For each mark, the part of a turn that it replaces (content, reasoning, ...), and the turn's index."""
         self.parts: list[str] = []
+        """The content's marks and tags, in order."""
         self.unlike: str | None = None
+        """The first mark whose string the last call of `find` missed; None if it found all."""
 
     def turn(self, turn: Turn, index: int) -> Turn:
         """Return a turn with marks in place of its strings; blank strings, and whitespace around strings, do not

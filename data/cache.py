@@ -120,15 +120,8 @@ class TokenCache:
 
     def about(self, tokenizer: PreTrainedTokenizerBase, options: Any, *, chat: bool) -> str:
         """Digest all that decides the tokens of a file, except the file; without a directory return an empty text.
-
-        Args:
-            tokenizer: the tokenizer.
-            options: the reader's options, plain JSON.
-            chat: the reader renders the chat template.
-
-        Raises:
-            DataError: the chat template computes the format in which it writes the time, so tokens cannot be kept.
-        """
+        ``options``, plain JSON, are the reader's; with ``chat`` it renders the chat template. Raises DataError if the
+        template computes the format in which it writes the time, so that tokens cannot be kept."""
         if self.directory is None:
             return ""
         sources = _digest_of_files(sorted(Path(__file__).parent.glob("*.py")))
@@ -137,17 +130,9 @@ class TokenCache:
         return digest([*_state(tokenizer), *(_template(tokenizer) if chat else ()), sources, versions, options])
 
     def shard(self, path: Path, about: str, dtypes: Mapping[str, str], build: Tokenize) -> Shard:
-        """Return the tokens of a file, from the cache if they are there.
-
-        Args:
-            path: a file, or a folder of files that are one data set.
-            about: result of :meth:`about`.
-            dtypes: types of the arrays.
-            build: tokenizes the file, see `Tokenize`; not called if the cache has the result.
-
-        Raises:
-            DataError: the directory cannot be locked, the file changes while it is read, or an error of ``build``.
-        """
+        """Return the tokens of a file, or of a folder that is one data set, from the cache if they are there, else as
+        ``build`` writes them in arrays of ``dtypes``. ``about`` is the result of :meth:`about`. Raises DataError if the
+        directory cannot be locked, if the file changes while it is read, and errors of ``build``."""
         if self.directory is None:
             facts = build(writer := ArrayWriter(dtypes))
             return Shard(writer.in_memory(), facts, writer.digests())

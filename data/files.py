@@ -53,7 +53,6 @@ _BEGINNINGS: list[tuple[bytes, str, str]] = [
     (b"\xff\xfe", "UTF-16 text", "convert it with iconv -f UTF-16 -t UTF-8"),
     (b"\xfe\xff", "UTF-16 text", "convert it with iconv -f UTF-16 -t UTF-8"),
 ]
-_TAR = (257, b"ustar")  # place of the name of the format in a tar archive
 
 
 class DataError(ValueError):
@@ -61,17 +60,13 @@ class DataError(ValueError):
 
 
 class Problems:
-    """Collect bad lines of a file by the kind of their problem, so that one run shows all kinds.
-
-    Attributes:
-        kinds: for each kind, at most `MAX_PROBLEMS` of them: line number and problem of its first line, line numbers of
-            a few further lines, and how many lines it has.
-        count: how many bad lines there are of all kinds.
-    """
+    """Collect bad lines of a file by the kind of their problem, so that one run shows all kinds."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, tuple[int, str, list[int], int]] = {}
-        self.count = 0
+        """For each kind, at most `MAX_PROBLEMS` of them: line number and problem of its first line, line numbers of a
+        few further lines, and how many lines it has."""
+        self.count = 0  # of all kinds
 
     def add(self, line: int, what: str) -> None:
         """Add the problem ``what`` of the line with this number; 0 for a problem of the file itself."""
@@ -227,7 +222,7 @@ def _kind_problem(head: bytes, plain: bool) -> str | None:
     for beginning, kind, remedy in _BEGINNINGS:
         if head.startswith(beginning):
             return f"is {kind}: {remedy}"
-    if head[_TAR[0] :].startswith(_TAR[1]):
+    if head.startswith(b"ustar", 257):
         return "is a tar archive: unpack it"
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "is an HTML page, as a failed download leaves: download the file again"

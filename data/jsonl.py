@@ -109,34 +109,20 @@ class Message:
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns to render (up to the last assistant turn, or those of a prompt), schemas of the tools, and what is counted.
-
-    Attributes:
-        reads: names that the chat template reads.
-        messages: the turns.
-        tools: schemas of the tools.
-        variables: the row's values of variables that the chat template takes.
-        unanswered: number of turns after the last assistant turn.
-        answers: number of assistant turns at the end that are left out, if it is a prompt.
-        unused: keys that are not used.
-        tools_key: the key of the tools in the file.
-        parameters: names of each tool's parameters.
-        nulls_left_out: number of nulls removed: in schemas of tools, and as values of arguments that the tool does not
-            have.
-        nulls_kept: other nulls in arguments.
-    """
+    """Turns to render (up to the last assistant turn, or those of a prompt), schemas of the tools, and what is
+    counted."""
 
     reads: Reads
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
-    variables: dict[str, Any] = field(default_factory=dict)
-    unanswered: int = 0
-    answers: int = 0
-    unused: set[str] = field(default_factory=set)
-    tools_key: str = "tools"
-    parameters: dict[str, set[str]] = field(default_factory=dict)
-    nulls_left_out: int = 0
-    nulls_kept: int = 0
+    variables: dict[str, Any] = field(default_factory=dict)  # the row's values of those that the chat template takes
+    unanswered: int = 0  # turns after the last assistant turn
+    answers: int = 0  # assistant turns at the end that are left out, if it is a prompt
+    unused: set[str] = field(default_factory=set)  # keys that are not used
+    tools_key: str = "tools"  # in the file
+    parameters: dict[str, set[str]] = field(default_factory=dict)  # names of each tool's parameters
+    nulls_left_out: int = 0  # in schemas of tools, and as values of arguments that the tool does not have
+    nulls_kept: int = 0  # other nulls in arguments
 
 
 # ---- rows
@@ -166,8 +152,7 @@ def conversation_of(
         prompt: instead keep all turns except assistant turns at the end; no turns if the last answer or the row is
             marked as not to be learned.
 
-    Raises:
-        BadLineError: the message names the found and the expected value.
+    Raises BadLineError; the message names the found and the expected value.
     """
     row = _object(line) if isinstance(line, bytes) else line
     if fields is None:

@@ -95,35 +95,22 @@ class Flat:
 
 @dataclass(frozen=True, eq=False)
 class Samples(Sequence[Sample]):
-    """Samples as flat arrays, in memory or mapped from a cache. Element i of an array [n] belongs to sample i.
-
-    Attributes:
-        inputs, labels: tokens and labels of all samples.
-        starts: int64 [n], where a sample begins in both; samples may overlap.
-        lengths: int64 [n], numbers of positions.
-        targets: int64 [n], numbers of labels that are not `IGNORE`.
-        lines: int64 [n], as in `Sample`.
-        codes: int64 [n], indices of the files in ``files``.
-        files: source files.
-        highest: upper bound of the token ids.
-        key: digest of the tokens and labels, made from the digests of the tokenized files. So equal samples that were
-            read from other files, or taken from other samples, may have another key.
-        cache: keeps results that were computed from these samples.
-        spelled: number of special tokens that files of plain text spell out.
-    """
+    """Samples as flat arrays, in memory or mapped from a cache. Element i of an array [n] belongs to sample i."""
 
     inputs: Flat
     labels: Flat
-    starts: np.ndarray
-    lengths: np.ndarray
-    targets: np.ndarray
-    lines: np.ndarray
-    codes: np.ndarray
+    starts: np.ndarray  # int64 [n], where a sample begins in both; samples may overlap
+    lengths: np.ndarray  # int64 [n], numbers of positions
+    targets: np.ndarray  # int64 [n], numbers of labels that are not `IGNORE`
+    lines: np.ndarray  # int64 [n], as in `Sample`
+    codes: np.ndarray  # int64 [n], indices in ``files``
     files: list[str]
-    highest: int
+    highest: int  # upper bound of the token ids
     key: str
-    cache: TokenCache = field(default_factory=TokenCache)
-    spelled: int = 0
+    """Digest of the tokens and labels, made from the digests of the tokenized files. So equal samples that were read
+    from other files, or taken from other samples, may have another key."""
+    cache: TokenCache = field(default_factory=TokenCache)  # keeps results that were computed from these samples
+    spelled: int = 0  # number of special tokens that files of plain text spell out
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -56,26 +56,17 @@ class CacheError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Sizes and inputs of a cache.
+    """Sizes and inputs of a cache."""
 
-    Attributes:
-        top_k: K.
-        vocabulary: number of token ids that the probabilities cover, from 0.
-        samples, positions: n and P.
-        samples_digest, tokenizer_digest, teacher_digest: fingerprints of the inputs.
-        teacher: directory of the teacher, as it was given.
-        checksums: CRC-32 of each block of ``CHECKED_BYTES`` bytes, by file.
-    """
-
-    top_k: int
-    vocabulary: int
-    samples: int
-    positions: int
+    top_k: int  # K
+    vocabulary: int  # number of token ids that the probabilities cover, from 0
+    samples: int  # n
+    positions: int  # P
     samples_digest: str
     tokenizer_digest: str
     teacher_digest: str
-    teacher: str
-    checksums: dict[str, list[int]]
+    teacher: str  # directory, as it was given
+    checksums: dict[str, list[int]]  # CRC-32 of each block of ``CHECKED_BYTES`` bytes, by file
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays."""
@@ -161,14 +152,8 @@ def finish(directory: Path, manifest: Manifest) -> None:
 
 
 class TeacherCache:
-    """Cache opened for reading.
-
-    Args:
-        directory: output of ``launch/cache_teacher.py``.
-
-    Raises:
-        CacheError: the cache is incomplete or of another format, or a file's size differs from the manifest's.
-    """
+    """Cache opened for reading. Raises CacheError if it is incomplete or of another format, or a file's size differs
+    from the manifest's."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)

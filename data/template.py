@@ -50,12 +50,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 class SpecialTexts:
-    """Texts that a tokenizer matches as special tokens.
-
-    Attributes:
-        ids: ids of the special tokens.
-        texts: their texts.
-    """
+    """Special tokens of a tokenizer: their ids, and the texts that it matches as such."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -105,15 +100,9 @@ def _strings(values: Iterable[Any]) -> Iterator[str]:
 
 
 class Ends:
-    """Tokens that may end a turn: special tokens, and tokens at which generation stops.
-
-    Attributes:
-        stops: ids at which generation stops: the tokenizer's EOS, and those in the checkpoint's generation_config.json
-            (or, without that file, config.json), which servers read.
-
-    Raises:
-        DataError: one of these files cannot be read.
-    """
+    """Tokens that may end a turn: special tokens, and those at which generation stops (the tokenizer's EOS, and those
+    in the checkpoint's generation_config.json or, without that file, config.json, which servers read). Raises DataError
+    if one of these files cannot be read."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialTexts) -> None:
         self.stops = frozenset(_stop_ids(tokenizer))
@@ -203,22 +192,15 @@ def reads_of(tokenizer: PreTrainedTokenizerBase) -> Reads:
 
 
 class Template:
-    """Chat template of a tokenizer.
-
-    Attributes:
-        reads: variables and keys that the template reads.
-        special: the tokenizer's special tokens.
-        ends: tokens that may end a turn.
-        tags: tags in the template's source, at which it may split the content of a turn.
-
-    Raises DataError: the template is not valid, or a file with stop tokens cannot be read.
-    """
+    """Chat template of a tokenizer. Raises DataError if the template is not valid, or a file with stop tokens cannot be
+    read."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.reads = reads_of(tokenizer)
         self.special = SpecialTexts(tokenizer)
         self.ends = Ends(tokenizer, self.special)
         self.tags = any_of(_TAGS.findall(str(tokenizer.chat_template)))
+        """Tags in the template's source, at which it may split the content of a turn."""
         self._tokenizer = tokenizer
 
     def special_token_in(self, conversation: Conversation) -> str | None:

@@ -39,19 +39,13 @@ class Tokens:
 
 
 class OffsetTokenizer:
-    """Fast tokenizer that adds no special tokens to a text.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        spelled_as_text: treat special tokens that are spelled out in contents as plain text.
-
-    Attributes:
-        special: ids of the special tokens, including end-of-turn tokens: ``<|im_end|>`` is a special token in Qwen's
-            tokenizers even if EOS is another one.
-    """
+    """Fast tokenizer that adds no special tokens to a text. With ``spelled_as_text`` special tokens that are spelled
+    out in contents become plain text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, spelled_as_text: bool = False) -> None:
         self.special = SpecialTexts(tokenizer).ids
+        """Ids of the special tokens, including end-of-turn tokens: ``<|im_end|>`` is a special token in Qwen's
+        tokenizers even if EOS is another one."""
         self._backend = plain_backend(tokenizer)
         self._as_text = None
         if spelled_as_text:

@@ -41,12 +41,7 @@ class Workers(ExitStack):
 
     def in_order(self, tasks: Iterable[Any]) -> Iterator[Any]:
         """Yield the results of all tasks, in their order; all must be read before the next call. The processes take
-        turns, a task at a time.
-
-        Raises:
-            WorkerError: a process was killed.
-            Exception: the first error of a task.
-        """
+        turns, a task at a time. Raises the first error of a task, and WorkerError if a process was killed."""
         if self._processes == 1:
             self._function = self._function or self._make()
             yield from map(self._function, tasks)
