@@ -70,19 +70,15 @@ _OPTIONAL = ("final_logit_softcapping",)
 
 @dataclass(frozen=True)
 class _Family:
-    """transformers' model of an architecture of llama.cpp.
-
-    Attributes:
-        model_type, class_name: transformers' names.
-        values: attribute of the configuration by the end of a metadata key, beside those of every model; empty if
-            ``derived`` reads this entry.
-        derived: function of the file and of the other values that returns values without an entry.
-    """
+    """transformers' model of an architecture of llama.cpp."""
 
     model_type: str
     class_name: str
     values: Mapping[str, str] = field(default_factory=dict)
+    """Attribute of the configuration by the end of a metadata key, beside those of every model; empty if ``derived``
+    reads this entry."""
     derived: Callable[[GGUFSource, Mapping[str, Any]], dict[str, Any]] = lambda file, values: {}
+    """Returns values without an entry, from the file and the other values."""
 
 
 @dataclass(frozen=True)
@@ -168,21 +164,14 @@ def convert_gguf(source: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16
 
 
 class _Planned(NamedTuple):
-    """Tensor of the checkpoint.
-
-    Attributes:
-        dtype, shape: its dtype and shape.
-        parts: its parts in their order: places in the file (two if these alternate) of one expert's Linear, or of the
-            whole tensor.
-        turned: True if the matrix of each part is transposed.
-        dim: dimension along which two places alternate.
-    """
+    """Tensor of the checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: list[list[GGUFPlace]]
-    turned: bool = False
-    dim: int = 0
+    """In their order: places in the file (two if these alternate) of one expert's Linear, or of the whole tensor."""
+    turned: bool = False  # the matrix of each part is transposed
+    dim: int = 0  # along which two places alternate
 
     def names(self) -> set[str | None]:
         """Return the names of the file's tensors that this tensor consists of."""

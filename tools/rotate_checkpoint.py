@@ -89,21 +89,12 @@ STREAM, VALUES = "stream", "values"  # the two rotations
 
 @dataclass(frozen=True)
 class Change:
-    """Change of one tensor of the checkpoint by the rotations of residual stream (STREAM) and head values (VALUES).
+    """Change of one tensor of the checkpoint by the rotations of residual stream (STREAM) and head values (VALUES)."""
 
-    Attributes:
-        norm: key of the RMSNorm whose weights multiply the columns.
-        rows: rotation of the first axis, STREAM or VALUES.
-        columns: rotation of the last axis, STREAM or VALUES.
-        ones: True if the tensor is the weight of a norm that is folded into other weights: it becomes ones.
-
-    Norm, rows and columns are None where nothing changes.
-    """
-
-    norm: str | None = None
-    rows: str | None = None
-    columns: str | None = None
-    ones: bool = False
+    norm: str | None = None  # key of the RMSNorm whose weights multiply the columns
+    rows: str | None = None  # rotation of the first axis, STREAM or VALUES
+    columns: str | None = None  # rotation of the last axis, STREAM or VALUES
+    ones: bool = False  # the tensor is the weight of a norm that is folded into other weights: it becomes ones
 
 
 _NORM, _INPUT, _MIDDLE = "model.norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"
@@ -139,17 +130,11 @@ def change_of(key: str, where: str) -> Change:
 
 @dataclass(frozen=True)
 class RotationReport:
-    """Result of a rotation.
+    """Result of a rotation."""
 
-    Attributes:
-        tensors: number of tensors written.
-        untied: True if lm_head was tied to the embedding, and is now a separate tensor.
-        orders: order of the Hadamard matrix and size of the rotation, by rotation (STREAM, VALUES).
-    """
-
-    tensors: int
-    untied: bool
-    orders: Mapping[str, tuple[int, int]]
+    tensors: int  # number of tensors written
+    untied: bool  # lm_head was tied to the embedding, and is now a separate tensor
+    orders: Mapping[str, tuple[int, int]]  # order of the Hadamard matrix, and size, by rotation (STREAM, VALUES)
 
 
 def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0) -> RotationReport:

@@ -57,20 +57,13 @@ KL, AGREEMENT = "KL divergence per token", "top-token agreement"  # of a model a
 
 @dataclass(frozen=True)
 class EvalText:
-    """Text to evaluate on.
-
-    Attributes:
-        token_ids: tokens of the text.
-        words, bytes: numbers of words and bytes that the tokens cover.
-        prefix: the token from which the first token is predicted (BOS or EOS).
-        digest: a checksum, to detect that two models were evaluated on different texts.
-    """
+    """Text to evaluate on, and the numbers of words and bytes that its tokens cover."""
 
     token_ids: list[int]
     words: int
     bytes: int
-    prefix: int
-    digest: str
+    prefix: int  # the token from which the first token is predicted (BOS or EOS)
+    digest: str  # a checksum, to detect that two models were evaluated on different texts
 
     def perplexities(self, log_likelihood: float) -> dict[str, float]:
         """Compute perplexities by name; ``log_likelihood``: sum over the tokens, in nats."""
@@ -169,25 +162,15 @@ def _is_compressed(directory: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class Questions:
-    """Options of an evaluation: a text, tasks, or both.
-
-    Attributes:
-        text: UTF-8 file.
-        tokens: limit of the text's tokens.
-        tasks: tasks of lm-evaluation-harness.
-        length: tokens per window; None is ``DEFAULT_LENGTH`` for a text, the model's context for tasks.
-        batch_size: windows per forward.
-        dtype: dtype of weights and GEMMs.
-        sharded: partition the weights over the ranks (ZeRO-3).
-    """
+    """Options of an evaluation: a text, tasks, or both."""
 
     text: Path | None = None
-    tokens: int | None = None
+    tokens: int | None = None  # of the text, at most
     tasks: "Tasks | None" = None
-    length: int | None = None
-    batch_size: int = 4
-    dtype: torch.dtype = torch.bfloat16
-    sharded: bool = False
+    length: int | None = None  # tokens per window; None: DEFAULT_LENGTH for a text, the model's context for tasks
+    batch_size: int = 4  # windows per forward
+    dtype: torch.dtype = torch.bfloat16  # of weights and GEMMs
+    sharded: bool = False  # weights are partitioned over the ranks (ZeRO-3)
 
 
 @dataclass(frozen=True)

@@ -36,19 +36,12 @@ class Window(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Score of a window's targets.
+    """Score of a window's targets."""
 
-    Attributes:
-        log_likelihood: sum over the targets, in nats.
-        greedy: True if each target is the most likely token.
-        kl: sum of KL(reference || model) over the targets' positions, in nats; 0 without a reference.
-        agreed: number of positions where the reference's most likely token is the model's, too.
-    """
-
-    log_likelihood: float
-    greedy: bool
-    kl: float
-    agreed: float
+    log_likelihood: float  # sum over the targets, in nats
+    greedy: bool  # each target is the most likely token
+    kl: float  # sum of KL(reference || model) over the targets' positions, in nats; 0 without a reference
+    agreed: float  # number of positions where the reference's most likely token is the model's, too
 
 
 def rolling_windows(token_ids: list[int], prefix: int, length: int) -> list[Window]:
@@ -70,25 +63,15 @@ def rolling_windows(token_ids: list[int], prefix: int, length: int) -> list[Wind
 
 @dataclass
 class ScoringModel:
-    """Model for scoring only.
+    """Model for scoring only."""
 
-    Attributes:
-        body: the model (an engine under stage 3), which returns the input of ``head`` as its logits.
-        head: lm_head, which is no part of ``body``; under stage 3 it is gathered only to compute logits.
-        device: device of the batches.
-        vocabulary: number of logits, as configured.
-        context: maximum length in tokens, None if the configuration has none.
-        head_proxy: module in ``body`` that takes the place of ``head`` and returns its input.
-        tokens: number of token ids that the model has embeddings of.
-    """
-
-    body: nn.Module
-    head: nn.Module
-    device: torch.device
-    vocabulary: int
-    context: int | None
-    head_proxy: HiddenStates
-    tokens: int
+    body: nn.Module  # the model (an engine under stage 3), which returns the input of ``head`` as its logits
+    head: nn.Module  # lm_head, which is no part of ``body``; under stage 3 it is gathered only to compute logits
+    device: torch.device  # of the batches
+    vocabulary: int  # number of logits, as configured
+    context: int | None  # maximum length in tokens, None if the configuration has none
+    head_proxy: HiddenStates  # takes the place of ``head`` in ``body`` and returns its input
+    tokens: int  # number of token ids that the model has embeddings of
 
     @torch.no_grad()
     def hidden_states(self, batch: "WindowBatch") -> Tensor:

@@ -54,26 +54,15 @@ UNSET = "-"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for one strategy, in bytes of one rank.
+    """Prediction for one strategy, in bytes of one rank."""
 
-    Attributes:
-        strategy: the recipe's ``deepspeed``.
-        settings: the part of its configuration that determines memory.
-        held: bytes between steps by item, on the device and in host memory.
-        moments: the moment of most memory in each phase: ``forward``, ``backward`` and ``step`` (the optimizer's).
-        cost: cost of one step, including its collectives.
-        largest_micro_batch: largest number of rows per rank that fits; None if it was not requested, 0 if not even one
-            row fits.
-        init: bytes on the device while ``quant.init`` chooses codes, before there is an optimizer; 0 for rtn.
-    """
-
-    strategy: str
+    strategy: str  # the recipe's ``deepspeed``
     settings: Settings
-    held: Held
-    moments: dict[str, Moment]
+    held: Held  # between steps
+    moments: dict[str, Moment]  # of most memory in each phase: forward, backward and step (the optimizer's)
     cost: StepCost
-    largest_micro_batch: int | None = None
-    init: int = 0
+    largest_micro_batch: int | None = None  # rows per rank that fit, perhaps 0; None if it was not requested
+    init: int = 0  # on the device while ``quant.init`` chooses codes, before there is an optimizer; 0 for rtn
 
     @property
     def peak(self) -> int:
@@ -215,17 +204,11 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Teacher:
-    """Memory and traffic that a teacher adds under stage 3; none on other stages.
+    """Bytes that a teacher adds under stage 3; none on other stages."""
 
-    Attributes:
-        gathered: most bytes that its forward gathers at one time.
-        head: bytes of its lm_head, which is gathered for the losses.
-        traffic: bytes of its gathers in one step by kind.
-    """
-
-    gathered: int = 0
-    head: int = 0
-    traffic: Counter[str] = field(default_factory=Counter)
+    gathered: int = 0  # at one time in its forward, at most
+    head: int = 0  # of its lm_head, which is gathered for the losses
+    traffic: Counter[str] = field(default_factory=Counter)  # of its gathers in one step, by kind
 
 
 def headline(recipe: Recipe, ranks: int, parameters: int, trained: int) -> str:

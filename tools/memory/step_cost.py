@@ -39,21 +39,16 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of one optimizer step.
-
-    Attributes:
-        added: bytes by part at the two places of each event (before it, at it): ``held`` (parameters, gradients,
-            optimizer states and buckets), ``gathered`` (parameters), ``reduction`` (copies of gradients).
-        backward: for each place, True if it belongs to backward.
-        step: the moment of the optimizer's step with the most bytes.
-        traffic: bytes of the whole step's collectives by kind, each of the whole tensor: the result of an all-gather,
-            the operand of a reduction.
-    """
+    """Cost of one optimizer step."""
 
     added: dict[str, np.ndarray]
-    backward: np.ndarray
-    step: Moment
+    """Bytes by part at the two places of each event (before it, at it): ``held`` (parameters, gradients, optimizer
+    states and buckets), ``gathered`` (parameters), ``reduction`` (copies of gradients)."""
+    backward: np.ndarray  # for each place, True if it belongs to backward
+    step: Moment  # of the optimizer's step, with the most bytes
     traffic: Counter[str]
+    """Bytes of the whole step's collectives by kind, each of the whole tensor: the result of an all-gather, the operand
+    of a reduction."""
 
     @property
     def gathered(self) -> int:
@@ -169,21 +164,13 @@ def cost_of_step(
 
 @dataclass(frozen=True)
 class _Reduction:
-    """Memory in which a stage keeps and reduces gradients, in bytes.
+    """Memory in which a stage keeps and reduces gradients, in bytes."""
 
-    Attributes:
-        always: memory during the whole micro-batch, including gradients of earlier micro-batches.
-        grows: memory per element of a gradient, from the time when it is computed.
-        bucket: memory from the first gradient to the end of backward.
-        copies: memory only while a bucket is reduced in backward.
-        at_end: memory only at the end of backward.
-    """
-
-    always: int
-    grows: int = 0
-    bucket: int = 0
-    copies: int = 0
-    at_end: int = 0
+    always: int  # during the whole micro-batch, including gradients of earlier micro-batches
+    grows: int = 0  # per element of a gradient, from the time when it is computed
+    bucket: int = 0  # from the first gradient to the end of backward
+    copies: int = 0  # only while a bucket is reduced in backward
+    at_end: int = 0  # only at the end of backward
 
 
 def _reduction(settings: Settings, held: Held, inventory: Inventory) -> _Reduction:

@@ -56,30 +56,17 @@ ADDED = (*SCALES, "adapter")
 
 @dataclass(frozen=True)
 class Settings:
-    """Part of a resolved DeepSpeed configuration that determines memory.
+    """Part of a resolved DeepSpeed configuration that determines memory."""
 
-    Attributes:
-        zero: section ``zero_optimization``, with DeepSpeed's defaults for missing keys.
-        ranks: number of ranks of the run.
-        size: bytes per element of the model's parameters.
-        accumulated: bytes per element of a gradient in the buffer in which micro-batches are summed.
-        communicated: bytes per element of a gradient while it is reduced over the ranks.
-        accumulation: micro-batches per step.
-        bf16: True if parameters are bf16 (not fp16 or fp32).
-        smallest_swapped: bytes of the smallest fp32 tensor that is kept in a file; 0 if the optimizer is not on NVMe.
-        immediate: True if stage 1 adds each bf16 gradient to the fp32 gradients, and drops it, as soon as it is
-            computed.
-    """
-
-    zero: DeepSpeedZeroConfig
-    ranks: int
-    size: int
-    accumulated: int
-    communicated: int
-    accumulation: int
-    bf16: bool
-    immediate: bool
-    smallest_swapped: int = 0
+    zero: DeepSpeedZeroConfig  # with DeepSpeed's defaults for missing keys
+    ranks: int  # of the run
+    size: int  # bytes per element of the model's parameters
+    accumulated: int  # bytes per element of a gradient in the buffer in which micro-batches are summed
+    communicated: int  # bytes per element of a gradient while it is reduced over the ranks
+    accumulation: int  # micro-batches per step
+    bf16: bool  # parameters are bf16 (not fp16 or fp32)
+    immediate: bool  # stage 1 adds each bf16 gradient to the fp32 gradients, and drops it, as soon as it is computed
+    smallest_swapped: int = 0  # bytes of the smallest fp32 tensor kept in a file; 0: the optimizer is not on NVMe
 
     @classmethod
     def of(cls, ds_config: dict[str, Any], ranks: int) -> "Settings":
@@ -133,27 +120,16 @@ def _on_host(offload: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """Size and properties of a Parameter under stage 3.
-
-    Attributes:
-        name: its name in the model.
-        numel: number of elements, in the partitions of all ranks together.
-        size: bytes per element.
-        trains: True if it has a gradient.
-        released: True for scales and adapters, which are not kept whole between steps (model.zero.release).
-        whole: True if every rank has all of it: small frozen scales are not partitioned.
-        as_codes: True if it is gathered as codes, one byte per weight (``quant.quantized_all_gather``).
-        forward_only: True if backward does not read it, such as a frozen embedding that is not the lm_head too.
-    """
+    """Size and properties of a Parameter under stage 3."""
 
     name: str
-    numel: int
-    size: int
-    trains: bool
-    released: bool = False
-    whole: bool = False
-    as_codes: bool = False
-    forward_only: bool = False
+    numel: int  # in the partitions of all ranks together
+    size: int  # bytes per element
+    trains: bool  # it has a gradient
+    released: bool = False  # a scale or adapter, which is not kept whole between steps (model.zero.release)
+    whole: bool = False  # every rank has all of it: small frozen scales are not partitioned
+    as_codes: bool = False  # gathered as codes, one byte per weight (``quant.quantized_all_gather``)
+    forward_only: bool = False  # backward does not read it, such as a frozen embedding that is not the lm_head too
 
     def elements(self, ranks: int) -> int:
         """Return the number of elements of one rank's partition, with padding."""
@@ -180,21 +156,13 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Every Parameter of a model once, and the parameter groups of its optimizer.
+    """Every Parameter of a model once, and the parameter groups of its optimizer."""
 
-    Attributes:
-        parameters: all parameters in the order of creation: weights, then scales and adapters.
-        groups: trained parameters by the name of their group in the optimizer.
-        quantized: number of weight elements that have codes.
-        scales_of_codes: bytes of the scales that every rank keeps to gather codes.
-        coded: names of the groups whose moments have 8 bits.
-    """
-
-    parameters: list[ShardedParameter]
-    groups: dict[str, list[ShardedParameter]]
-    quantized: int = 0
-    scales_of_codes: int = 0
-    coded: frozenset[str] = frozenset()
+    parameters: list[ShardedParameter]  # in the order of creation: weights, then scales and adapters
+    groups: dict[str, list[ShardedParameter]]  # those that train, by the name of their group
+    quantized: int = 0  # number of weight elements that have codes
+    scales_of_codes: int = 0  # bytes of the scales that every rank keeps to gather codes
+    coded: frozenset[str] = frozenset()  # names of the groups whose moments have 8 bits
 
     @property
     def trained(self) -> list[ShardedParameter]:
@@ -268,18 +236,13 @@ def take_inventory(
 
 @dataclass(frozen=True)
 class Calls:
-    """Parameters that one call of a module gathers under stage 3.
-
-    Attributes:
-        largest: most bytes that the call of one module gathers.
-        listed: most bytes for a module with several parameters, which are gathered into one buffer and copied from it.
-        leaves: for each parameter inside a leaf, bytes of the leaf's trained parameters, by the parameter's name. A
-            leaf is a module that DeepSpeed gathers together with all its children.
-    """
+    """Most bytes that one call of a module gathers under stage 3."""
 
     largest: int = 0
-    listed: int = 0
+    listed: int = 0  # of a module with several parameters, which are gathered into one buffer and copied from it
     leaves: dict[str, int] = field(default_factory=dict)
+    """For each parameter inside a leaf, bytes of the leaf's trained parameters, by the parameter's name. A leaf is a
+    module that DeepSpeed gathers together with all its children."""
 
 
 def module_calls(

@@ -95,28 +95,16 @@ class LogitComparison:
 
 @dataclass
 class Report:
-    """Result of a comparison.
+    """Result of a comparison."""
 
-    Attributes:
-        engine: the other reader of the export.
-        contents: schemes or types of the weights.
-        layers: number of quantized layers or tensors.
-        equal: number of tensors of the checkpoint that are equal bit for bit, each expert counted; None if not
-            compared.
-        logits: comparisons of logits by name of the comparison.
-        problems: all problems found; empty if the export is good.
-        note: additional information for the user, or None.
-        remarks: what the figures of a comparison mean, a line each.
-    """
-
-    engine: str
-    contents: str
-    layers: int = 0
-    equal: int | None = None
+    engine: str  # the other reader of the export
+    contents: str  # schemes or types of the weights
+    layers: int = 0  # number of quantized layers or tensors
+    equal: int | None = None  # number of tensors that are equal bit for bit, each expert counted; None: not compared
     logits: dict[str, LogitComparison] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    note: str | None = None
-    remarks: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # empty if the export is good
+    note: str | None = None  # for the user
+    remarks: list[str] = field(default_factory=list)  # what the figures of a comparison mean, a line each
 
     @property
     def ok(self) -> bool:
@@ -164,21 +152,13 @@ class Report:
 
 
 class Engine:
-    """Reader of the exports of one format. Its ``__init__`` opens an export.
-
-    Attributes:
-        export: the directory.
-        found: the tensors in the files by name, of the engine's own type.
-        unused: names of tensors that a compressed checkpoint may lack.
-        report: the result; after opening it has only the contents of the export.
-        model: the compressed export in fp32; set before anything is compared.
-    """
+    """Reader of the exports of one format. Its ``__init__`` opens an export."""
 
     export: Path
-    found: dict[str, Any]
-    unused: frozenset[str] = frozenset()
-    report: Report
-    model: PreTrainedModel
+    found: dict[str, Any]  # the tensors in the files by name, of the engine's own type
+    unused: frozenset[str] = frozenset()  # names of tensors that a compressed checkpoint may lack
+    report: Report  # after opening it has only the contents of the export
+    model: PreTrainedModel  # the compressed export in fp32; set before anything is compared
 
     def names(self, key: str) -> list[str]:
         """Return the names of the engine's tensors that contain the checkpoint's tensor ``key``, alone or with
