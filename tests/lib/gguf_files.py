@@ -190,7 +190,6 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint by llama.cpp's names, in its order of rows."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config, found, stacks = model.config, {}, {}
-    leaves = _LEAVES | _OTHER_LEAVES.get(config.model_type, {})
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -213,14 +212,11 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
         if suffix in _NAMELESS:
             found[block + _NAMELESS[suffix]] = value
             continue
-        leaf = next(leaf for leaf in leaves if stem == leaf or stem.endswith("." + leaf))
-        if architecture_of(config) == "llama" and leaf in ("q_proj", "k_proj"):
-            heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
-            half = len(value) // heads // 2
-            value = value[[h * 2 * half + i + j * half for h in range(heads) for i in range(half) for j in range(2)]]
+        leaf, its_name = leaf_of(config, stem)
+        value = rotated(config, leaf, value)
         if config.model_type.startswith(("gemma3", "qwen3_5")) and "norm" in leaf and leaf != "linear_attn.norm":
             value = value.float() + 1
-        found[f"{block}{leaves[leaf]}.{suffix}"] = value.squeeze(1) if "conv" in leaf else value
+        found[f"{block}{its_name}.{suffix}"] = value.squeeze(1) if "conv" in leaf else value
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":
         plain = 500000.0 ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim)
@@ -231,6 +227,22 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
         turned = int(size * rope["partial_rotary_factor"] / 2)
         found["rope_freqs.weight"] = torch.tensor([1.0] * turned + [1e30] * (size // 2 - turned))
     return found | stacks
+
+
+def leaf_of(config, stem: str) -> tuple[str, str]:
+    """Return the end of a module's name, and llama.cpp's name for it."""
+    leaves = _LEAVES | _OTHER_LEAVES.get(config.model_type, {})
+    return next((leaf, name) for leaf, name in leaves.items() if stem == leaf or stem.endswith("." + leaf))
+
+
+def rotated(config, leaf: str, weight: torch.Tensor) -> torch.Tensor:
+    """In Llama's q and k, row ``2 i + j`` of a head is its row ``i + j half``: llama.cpp turns neighbors, transformers
+    halves."""
+    if architecture_of(config) != "llama" or leaf not in ("q_proj", "k_proj"):
+        return weight
+    heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
+    half = len(weight) // heads // 2
+    return weight[[head * 2 * half + i + j * half for head in range(heads) for i in range(half) for j in range(2)]]
 
 
 def tiled(config, leaf: str, value: torch.Tensor) -> torch.Tensor:
@@ -323,10 +335,18 @@ def metadata(config) -> dict[str, Any]:
 
 
 def write_gguf(
-    source: Path, path: Path, kind: str = "F32", pre: str = "qwen2", *, without: tuple[str, ...] = (), **changes: Any
+    source: Path,
+    path: Path,
+    kind: str = "F32",
+    pre: str = "qwen2",
+    *,
+    weights: bool = True,
+    without: tuple[str, ...] = (),
+    **changes: Any,
 ) -> Path:
-    """Write a checkpoint's GGUF file: matrices in ``kind``, others in F32. ``changes`` is metadata, with ``__`` for the
-    point, and without the architecture; ``without`` names entries or tensors to leave out."""
+    """Write a checkpoint's GGUF file: matrices in ``kind``, others in F32; without ``weights`` zeros in their place.
+    ``changes`` is metadata, with ``__`` for the point, and without the architecture; ``without`` names entries or
+    tensors to leave out."""
     gguf = pytest.importorskip("gguf")
     config = AutoConfig.from_pretrained(source)
     architecture = architecture_of(config)
@@ -352,6 +372,7 @@ def write_gguf(
             plain = value.dim() == 1 or name.endswith("bias")
             plain |= any(part in name for part in ("norm", "ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_a"))
             quantized = gguf.GGMLQuantizationType["F32" if plain else kind]
+            value = value if weights or name == "rope_freqs.weight" else torch.zeros_like(value)
             data = gguf.quants.quantize(value.float().contiguous().numpy(), quantized)
             writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=quantized)
     writer.write_header_to_file()
@@ -359,6 +380,11 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def gguf_template(source: Path, path: Path, **options: Any) -> Path:
+    """Write what an export takes as its template: metadata, vocabulary, and tensors of zeros."""
+    return write_gguf(source, path, weights=False, general__name="template", general__file_type=32, **options)
 
 
 def _vocabulary(source: Path, pre: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from tests.distributed.engine.scripts.train import run_all
 from tests.families.make import Variant
 from tests.families.variants import LLAMA3, VARIANTS, YARN
 from tests.lib.checkpoints import quantized
-from tests.lib.gguf_templates import gguf_template
+from tests.lib.gguf_files import gguf_template
 from tests.lib.launcher import on_ranks
 from tests.lib.patience import ends
 from tests.lib.recipes import write_chats, write_recipe

@@ -22,9 +22,8 @@ from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import edit_json, load_model, quantize, read_tensors
+from tests.lib.gguf_files import gguf_template, leaf_of, rotated, tiled
 from tests.lib.gguf_files import tensors as tensors_of
-from tests.lib.gguf_files import tiled
-from tests.lib.gguf_templates import gguf_template
 from tests.lib.tiny import tiny_checkpoint
 from tools.verify.check import OUR_FORWARD_KL
 from tools.verify.comparison import Report, compare_with_compressed
@@ -68,13 +67,6 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Row ``2 i + j`` of a head is its row ``i + j half``: llama.cpp turns neighbors, transformers halves."""
-    half = len(weight) // heads // 2
-    rows = [head * 2 * half + i + j * half for head in range(heads) for i in range(half) for j in range(2)]
-    return weight[rows]
-
-
 def divergences(file: Path, model) -> torch.Tensor:
     """Compute the KL divergence of each token's logits in llama.cpp from those of the model with inputs rounded as
     llama.cpp rounds them."""
@@ -91,16 +83,6 @@ def assert_logits_near(file: Path, model) -> None:
     assert divergences(file, model).mean() < OUR_FORWARD_KL
 
 
-NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
-NAMES |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "lm_head": "output"}
-NAMES |= {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up", "self_attn.out_proj": "attn_output"}
-NAMES |= {"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj"}
-NAMES |= {"per_layer_model_projection": "per_layer_model_proj"}
-NAMES |= {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta", "in_proj_a": "ssm_alpha"}
-NAMES |= {"linear_attn.out_proj": "ssm_out"}
-NAMES |= {"conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj"}
-
-
 @torch.no_grad()
 def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
     """The weights of the last forward, by llama.cpp's names, in fp32 (a bf16 forward rounds them)."""
@@ -111,19 +93,15 @@ def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
             own = part.scale(scale, spec)
             codes = reference.quantize(part.weight(layer.weight), own, spec)
             weight = reference.dequantize(codes, own, spec, torch.float32)
-            leaf, number = part.name.rpartition(".")[2], re.search(r"layers\.(\d+)\.", part.name)
-            if model.config.model_type in ("llama", "mistral", "mixtral") and leaf in ("q_proj", "k_proj"):
-                config = model.config
-                heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
-                weight = rotated(weight, heads)
+            stem, _, leaf = part.name.rpartition(".")
+            number = re.search(r"layers\.(\d+)\.", part.name)
+            weight = rotated(model.config, leaf, weight)
             if ".linear_attn." in part.name:
                 weight = tiled(model.config, leaf, weight)
             block = f"blk.{number[1]}." if number else ""
-            end = "_shexp" if ".shared_expert." in part.name else "" if part.expert is None else "_exps"
-            leaf = leaf if leaf in NAMES or leaf == "gate_up_proj" else ".".join(part.name.split(".")[-2:])
             halves = {"gate_proj": weight[0::2], "up_proj": weight[1::2]} if leaf == "gate_up_proj" else {leaf: weight}
             for one, half in halves.items():
-                own = f"{NAMES[one]}{end}"
+                own = leaf_of(model.config, f"{stem}.{one}")[1] + ("" if part.expert is None else "_exps")
                 if model.config.model_type == "gemma4_text":
                     own = re.sub("ffn_(gate|up)_exps", "ffn_gate_up_exps", own)
                 found.setdefault(f"{block}{own}.weight", []).append(half)
@@ -384,7 +362,7 @@ OF_ANOTHER_MODEL = [
     ({"rope__freq_base": 5e5}, "qwen3.rope.freq_base is 500000.0, expected"),
     ({"rope__freq_base": float("nan")}, "qwen3.rope.freq_base is nan, expected"),
     ({"attention__layer_norm_rms_epsilon": float("nan")}, "qwen3.*epsilon is nan, expected"),
-    ({"without": "blk.1.attn_k_norm.weight"}, "the template lacks blk.1.attn_k_norm.weight"),
+    ({"without": ("blk.1.attn_k_norm.weight",)}, "the template lacks blk.1.attn_k_norm.weight"),
 ]
 
 
@@ -401,17 +379,23 @@ OTHER_POSITIONS = {
         ({"final_logit_softcapping": 30.0}, "gemma3.final_logit_softcapping is 30.0, expected 0.0"),
     ],
     "gemma3_text, tied off, softcap": [
-        ({"without": "final_logit_softcapping"}, "softcapping is missing, which is 0.0 in llama.cpp, expected 30.0"),
+        (
+            {"without": ("gemma3.final_logit_softcapping",)},
+            "softcapping is missing, which is 0.0 in llama.cpp, expected 30.0",
+        ),
     ],
     "gemma4_text": [
-        ({"without": "final_logit_softcapping"}, "softcapping is missing, which is 30.0 in llama.cpp, expected 0.0"),
+        (
+            {"without": ("gemma4.final_logit_softcapping",)},
+            "softcapping is missing, which is 30.0 in llama.cpp, expected 0.0",
+        ),
     ],
     "gemma4_text, softcap": [
         ({"attention__head_count_kv": 4}, r"gemma4.attention.head_count_kv is 4, expected \[2, 2\]"),
         ({"attention__key_length_swa": 512}, "gemma4.attention.key_length_swa is 512, expected 16"),
         ({"attention__sliding_window_pattern": [True, True]}, r"pattern is \[True, True\], expected \[True, False\]"),
         ({"rope__freq_base_swa": 1e6}, "gemma4.rope.freq_base_swa is 1000000.0, expected 10000.0"),
-        ({"without": "rope_freqs.weight"}, "the template has no rope_freqs.weight, but rope_type is 'proportional'"),
+        ({"without": ("rope_freqs.weight",)}, "the template has no rope_freqs.weight, but rope_type is 'proportional'"),
     ],
     "qwen3_5_text": [
         ({"ssm__group_count": 4}, "qwen35.ssm.group_count is 4, expected 2"),
