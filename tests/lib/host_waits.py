@@ -10,22 +10,8 @@ from torch.overrides import TorchFunctionMode
 from tests.lib.root import ROOT
 
 # What brings values to Python, or asks for a size that depends on them.
-WAITS = {
-    "item",
-    "tolist",
-    "cpu",
-    "numpy",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "nonzero",
-    "equal",
-    "masked_select",
-    "unique",
-    "is_nonzero",
-    "new_tensor",  # copies to the device, for which torch waits
-}
+WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "equal", "masked_select", "unique", "is_nonzero"}
+WAITS |= {"__bool__", "__int__", "__float__", "__index__", "new_tensor"}  # the last copies to the device
 FOLDERS = ("data", "engine", "model", "quant")
 
 

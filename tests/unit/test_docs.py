@@ -30,6 +30,7 @@ README = ROOT / "README.md"
 OTHERS = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md"))]
 PAGES = [README, *OTHERS, ROOT / "ds_configs" / "README.md"]
 SOURCES = ("data", "engine", "launch", "model", "quant", "tools")
+CODE = [path.read_text("utf-8") for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -104,11 +105,6 @@ def exists(dotted: str) -> bool:
     return False
 
 
-@functools.cache
-def text_of_the_code() -> str:
-    return "".join(path.read_text("utf-8") for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py")))
-
-
 @of_each_page
 def test_paths_and_names_exist(page: Path) -> None:
     """Every ``path/like/this.py``, ``module.name`` and ``section.option`` between backticks."""
@@ -122,7 +118,7 @@ def test_paths_and_names_exist(page: Path) -> None:
         if "*" in first or "NAME" in first or first.endswith("..."):
             continue
         if "/" in first and first.split("/")[0] in folders:
-            good = (ROOT / first).exists() or first in text_of_the_code()  # the names of curves look like paths
+            good = (ROOT / first).exists() or any(first in text for text in CODE)  # the names of curves look like paths
         elif re.fullmatch(r"[a-z_]\w*(\.[A-Za-z_]\w*)+", first) and first.split(".")[0] in dotted:
             good = exists(first) or first.rpartition(".")[2] in ("json", "md", "yaml", "txt")
         else:
@@ -365,8 +361,8 @@ def test_the_errors_of_recipes_are_what_a_recipe_gets(tmp_path: Path) -> None:
 def test_error_texts_are_those_of_the_code() -> None:
     """The first cell of every table of errors, and the start of every line of a list below "What goes wrong"."""
     texts = [(ROOT / "Makefile").read_text(encoding="utf-8")]
-    for path in (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))  # an f-string's parts are constants of their own
+    for source in CODE:
+        nodes = ast.walk(ast.parse(source))  # an f-string's parts are constants of their own
         texts += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     code, quoted = "\n".join(texts), []
     for page in PAGES:

@@ -152,15 +152,6 @@ def test_errors_are_one_line(words, code, said, recipe, capsys):
     assert said in printed.err and "Traceback" not in printed.err
 
 
-def terminal_text(ours: int) -> str:
-    """All that was written to a terminal whose other end is closed."""
-    parts = []
-    with os.fdopen(ours, "rb", buffering=0) as file, suppress(OSError):  # the error of a closed end
-        while part := file.read(100_000):
-            parts.append(part)
-    return b"".join(parts).decode()
-
-
 def test_colors_only_on_a_terminal(recipe, monkeypatch):
     for no_color, colored in (("", True), ("1", False)):
         monkeypatch.setenv("NO_COLOR", no_color)
@@ -168,7 +159,10 @@ def test_colors_only_on_a_terminal(recipe, monkeypatch):
         with os.fdopen(its, "w") as terminal:
             monkeypatch.setattr(sys, "stdout", terminal)
             main([*recipe, "--line", "b.jsonl:7"])
-        out = terminal_text(ours)
+        out = ""
+        with os.fdopen(ours, "rb", buffering=0) as file, suppress(OSError):  # the error of a closed end
+            while part := file.read(100_000):
+                out += part.decode()
         assert (f"\x1b[30;42m6{END}\x1b[0m" in out, f"[[6{END}]]" in out) == (colored, not colored), out
 
 

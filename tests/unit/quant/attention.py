@@ -16,8 +16,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Attention(nn.Module):
-    """Three layers that read one tensor, and one that reads another."""
-
     def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
         for name, size in zip(("q_proj", "k_proj", "v_proj"), HEADS, strict=True):

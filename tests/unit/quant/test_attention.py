@@ -107,11 +107,6 @@ class QuantizingCache(DynamicCache):
         return tuple(function(x) for function, x in zip(its, both, strict=True))
 
 
-def reference_cache(model, caches):
-    scales = [cache.input_scale() for cache in caches.values()]
-    return QuantizingCache(model.config, [lambda x, s=scale: fake_quant(x, s, SPEC) for scale in scales])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_reads_what_a_quantized_cache_would_hold(family, seed):
     """Bit for bit: the same kernels get the same keys and values. In one pass, and token by token from a cache."""
@@ -123,7 +118,8 @@ def test_attention_reads_what_a_quantized_cache_would_hold(family, seed):
         with torch.no_grad():
             ours = model(ids, use_cache=False).logits
             switch(caches, False)
-            plain, cached = model(ids, use_cache=False).logits, reference_cache(model, caches)
+            plain, scales = model(ids, use_cache=False).logits, [cache.input_scale() for cache in caches.values()]
+            cached = QuantizingCache(model.config, [lambda x, s=scale: fake_quant(x, s, SPEC) for scale in scales])
             assert torch.equal(ours, model(ids, past_key_values=cached).logits)
             assert (ours - plain).abs().max() > 1e-3, "nothing was quantized"
             steps = [model(ids[:, i : i + 1], past_key_values=cached).logits for i in range(3)]

@@ -50,7 +50,8 @@ def test_kernels_are_the_reference(spec, dtype, seed):
         of_weight, factor = grad.clone(), random.uniform(0.1, 1)
         of_theta = kernels.fake_quantize_backward_(of_weight, weight, quantizer, factor=factor, theta_gradient=True)
         assert torch.equal(of_weight, grad * inside)
-        terms = element_terms(grad, weight, effective, spec) * expand(formed(scale), weight, spec).double() * factor
+        formed = scale.s0 * scale.theta.double().exp().float()
+        terms = element_terms(grad, weight, effective, spec) * expand(formed, weight, spec).double() * factor
         error = (of_theta.double() - per_scale(terms, spec).sum(-1)).abs()
         size = per_scale(terms.abs(), spec).sum(-1)
         assert (error <= 1e-5 * size + torch.finfo(dtype).eps * of_theta.abs() + torch.finfo(dtype).tiny).all()
@@ -65,11 +66,6 @@ def element_terms(grad: Tensor, weight: Tensor, effective: Tensor, spec: TensorS
     _, found = fake_quant_backward(*columns, TensorSpec(spec.dtype, spec.bits, "channel"), scale_gradient=True)
     assert found is not None
     return found.double().view(weight.shape)
-
-
-def formed(scale: Scale) -> Tensor:
-    assert scale.theta is not None
-    return scale.s0 * scale.theta.double().exp().float()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -28,15 +28,10 @@ pytestmark = pytest.mark.usefixtures("prepared")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def shape_for(scheme: Scheme) -> tuple[int, int]:
-    """``(out, in)`` of a weight that the scheme's groups and blocks divide."""
-    specs = [spec for spec in (scheme.weights, scheme.activations) if spec is not None]
-    return (128, 256) if any(spec.group_size == 128 for spec in specs) else (20, 96)
-
-
 def make(scheme: Scheme, dtype: torch.dtype, *, learn=True, bias=True) -> tuple[QuantLinear, nn.Linear]:
     """A QuantLinear with measured scales (a little off, so that theta matters), and the Linear it was made from."""
-    out_features, in_features = shape_for(scheme)
+    specs = [spec for spec in (scheme.weights, scheme.activations) if spec is not None]
+    out_features, in_features = (128, 256) if any(spec.group_size == 128 for spec in specs) else (20, 96)
     linear = nn.Linear(in_features, out_features, bias=bias).to(dtype)
     model = nn.ModuleDict({"up_proj": linear})
     q = replace_layers(model, scheme, learn_weight_scale=learn, learn_input_scale=learn and scheme.learns_input)

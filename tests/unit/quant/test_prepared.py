@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Gemma3Config, GPT2Config, GPT2LMHeadModel
 
 from model.moe.arrange import arrange_experts
-from quant import DEFAULT_EXEMPT, Quantization, QuantLayer, Ranges, Rule, get_scheme
+from quant import DEFAULT_EXEMPT, QuantLayer, Ranges, Rule, get_scheme
 from quant.prepared import convert, find_quantization, prepare
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import quantize, same_bits
@@ -32,18 +32,6 @@ def trained(model: Any, steps: int = 3) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return model
-
-
-def measured_inputs(model: nn.Module, quantization: Quantization) -> None:
-    """Scales of inputs as the loop measures them."""
-    quantization.set_fake_quant(False, False)
-    quantization.observe(True)
-    run(model)
-    quantization.observe(False)
-    quantization.set_fake_quant(True, True)
-    for group in quantization.input_groups:
-        largest = group.observer.absmax
-        group.s0.data.fill_(448 * 6 / largest if group.spec.has_global_scale else largest / group.spec.qmax)
 
 
 def assert_same_state(one: nn.Module, other: nn.Module) -> None:
@@ -70,7 +58,14 @@ def test_training_has_the_bits_of_the_layers_of_the_loop(kind: str, scheme: str,
         assert arrange_experts(mine, "stacked") == arrange_experts(theirs, "stacked") == 2
     assert prepare(mine, scheme, learn_weight_scale=learned, calibrate=run) is mine
     quantization = quantize(theirs, scheme, learn=learned, exempt=[*DEFAULT_EXEMPT, "lm_head"])
-    measured_inputs(theirs, quantization)
+    quantization.set_fake_quant(False, False)  # scales of inputs as the loop measures them
+    quantization.observe(True)
+    run(theirs)
+    quantization.observe(False)
+    quantization.set_fake_quant(True, True)
+    for group in quantization.input_groups:
+        largest = group.observer.absmax
+        group.s0.data.fill_(448 * 6 / largest if group.spec.has_global_scale else largest / group.spec.qmax)
     assert find_quantization(mine).layers.keys() == quantization.layers.keys()
     assert_same_state(mine, theirs)
     assert torch.equal(run(mine), run(theirs))

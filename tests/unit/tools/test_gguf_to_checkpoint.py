@@ -90,22 +90,8 @@ def test_quantized_tensors_are_dequantized_exactly(kind: str, tmp_path: Path) ->
 def strings() -> list[str]:
     """Generated texts of digits, spaces, scripts, accents in two forms, contractions and special tokens."""
     pieces = ["12345", "7", " ", "   ", "\n", "\r\n\n", "\t", "it's", "WE'LL", "the", " quick", "naïve", "e\u0301"]
-    pieces += [
-        "日本",
-        "١٢٣",
-        "<|im_start|>",
-        "<think>",
-        "<|im_end|>",
-        "🦙",
-        "a_b",
-        "...",
-        "!?",
-        "/",
-        "'",
-        "Ab",
-        "x1y22z333",
-    ]
-    pieces += ["\u00a0", "[PAD328]", "oneTwo", "ONEtwo", "THEY'LLgo", "?/\n", " don't", "x12345"]
+    pieces += ["日本", "١٢٣", "<|im_start|>", "<think>", "<|im_end|>", "🦙", "a_b", "...", "!?", "/", "'", "Ab"]
+    pieces += ["x1y22z333", "\u00a0", "[PAD328]", "oneTwo", "ONEtwo", "THEY'LLgo", "?/\n", " don't", "x12345"]
     chosen = random.Random(0)
     return ["", *("".join(chosen.choices(pieces, k=chosen.randint(1, 12))) for _ in range(300))]
 

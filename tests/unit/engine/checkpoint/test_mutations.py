@@ -20,15 +20,6 @@ from tests.unit.engine.checkpoint.steps import recipe, refit, write_step
 STATE = {"stage": CHECKPOINT_CLASSES[0](3), "tensor": torch.arange(300.0), "plain": [1, 2.0, "x", None, (3,)]}
 
 
-def write_base(base: Path) -> None:
-    """Write two checkpoints, the first of which is the best, with an object of DeepSpeed's in one file of each."""
-    for step in (1, 2):
-        path = write_step(base, step)
-        torch.save(STATE, path / "b.pt")
-        refit(path)
-    (base / "best.json").write_text('{"name": "step_00000001", "step": 1, "metric": "eval/lm", "value": 1.5}')
-
-
 def mutate_and_read(rng: random.Random, work: Path) -> str:
     """Change one thing, and read all that a resume reads before DeepSpeed does; return what came of it."""
     newest, kind = work / "step_00000002", rng.randrange(5)
@@ -64,7 +55,11 @@ def mutate_and_read(rng: random.Random, work: Path) -> str:
 def test_mutated_checkpoints(tmp_path, monkeypatch, seed, count):
     monkeypatch.setenv("WORLD_SIZE", "1")
     base, work, rng = tmp_path / "base", tmp_path / "work", random.Random(seed)
-    write_base(base)
+    for step in (1, 2):
+        path = write_step(base, step)
+        torch.save(STATE, path / "b.pt")
+        refit(path)
+    (base / "best.json").write_text('{"name": "step_00000001", "step": 1, "metric": "eval/lm", "value": 1.5}')
     found = set()
     for _ in range(count):
         shutil.rmtree(work, ignore_errors=True)

@@ -36,18 +36,6 @@ def saved(kind: str, path: Path, seed: int, dtype: torch.dtype = FP32) -> PreTra
     return model
 
 
-def names_for_writing(model: PreTrainedModel) -> list[str]:
-    """Our tensors, tied ones once, a stack of experts by the names of its Linears."""
-    unique = {id(tensor): name for name, tensor in reversed(own_tensors(model).items())}
-    found = []
-    for name in unique.values():
-        module_name = name.rpartition(".")[0]
-        module = model.get_submodule(module_name)
-        parts = linears_of(module_name, module) if isinstance(module, StackedLinear) else ()
-        found += [f"{part.name}.weight" for part in parts] or [name]
-    return found
-
-
 @KINDS
 def test_what_transformers_saves_is_found_exactly_once_and_gives_its_logits(kind, experts, tmp_path, seed):
     theirs = saved(kind, tmp_path, seed)
@@ -71,7 +59,12 @@ def test_what_transformers_saves_is_found_exactly_once_and_gives_its_logits(kind
         # and up, or two experts, changes logits in the first digit.
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-5)
 
-    own = names_for_writing(ours)
+    own = []  # tied ones once, a stack of experts by the names of its Linears
+    for name in {id(tensor): name for name, tensor in reversed(own_tensors(ours).items())}.values():
+        module_name = name.rpartition(".")[0]
+        module = ours.get_submodule(module_name)
+        parts = linears_of(module_name, module) if isinstance(module, StackedLinear) else ()
+        own += [f"{part.name}.weight" for part in parts] or [name]
     written = [names.key(name) for name in own]
     assert len(set(written)) == len(written)
     if kind in FUSED_ON_DISK:

@@ -108,7 +108,6 @@ def published_gpt2(tmp_path: Path, seed: int) -> Path:
 
 @torch.no_grad()
 def logits_of(directory: Path, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The logits of transformers' own model of a directory."""
     model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, dtype=dtype)
     assert not any(info.values()), info
     return model.eval()(input_ids=ids).logits.float()

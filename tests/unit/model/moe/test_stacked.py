@@ -16,6 +16,7 @@ from tests.lib.checkpoints import assert_same_tensors, build, load_model, quanti
 from tests.lib.linears import linears
 from tests.lib.thinned import thinned
 from tests.lib.tiny import tiny_checkpoint
+from tests.unit.quant.attention import assert_equal
 
 FORMS: tuple[Form, Form] = ("stacked", "per_expert")
 
@@ -43,12 +44,6 @@ def scales_by_linear(quantization: Quantization, value_of=None) -> dict[str, tor
         whole += [layer.weight_zero] if value_of is None and layer.weight_zero is not None else []
         found[part.name] = torch.cat([part.scale(one, layer.scheme.weights) for one in whole])
     return found
-
-
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
 
 
 @pytest.mark.parametrize("name", thinned(SCHEMES))

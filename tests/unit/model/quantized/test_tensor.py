@@ -62,7 +62,6 @@ def decompressed(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tens
 
 
 def values(tensor: QuantizedTensor, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A range of the weight."""
     found = torch.full((count,), torch.nan, dtype=dtype)
     with Reader() as reader:
         for offset, chunk in tensor.values(reader, start, count, dtype, CPU):

@@ -118,8 +118,6 @@ def each(change: Callable[[Tensor], Tensor], ending: str = ".weight_scale") -> E
 
 
 def swap(first: str, second: str) -> Edit:
-    """Swap the tensors of two modules."""
-
     def edit(files: Files) -> None:
         for key in [key for key in files.tensors if key.startswith(f"{first}.")]:
             other = second + key.removeprefix(first)

@@ -43,10 +43,6 @@ def weight_and_scale(scheme: Scheme, rows: int, columns: int):
     return weight, scale, global_scale, zero
 
 
-def input_scale_of(scheme: Scheme) -> torch.Tensor | None:
-    return None if scheme.stored_input is None else (torch.rand(1) + 0.1).bfloat16().float()
-
-
 def theirs(scheme: Scheme):
     """compressed-tensors' compressor for the config that we write, and its scheme."""
     group = QuantizationConfig(**quantization_config({"a.b": scheme}, [])).config_groups["group_0"]
@@ -65,7 +61,8 @@ def test_a_packed_linear_decompresses_to_the_fake_quantized_weight(scheme, seed,
         rows, columns = random.randrange(20, 400), random.choice((columns, random.randrange(20, 400)))
     weight, scale, global_scale, zero = weight_and_scale(scheme, rows, columns)
     weight[:, : columns // 3] *= random.choice([0, 1])
-    input_scale, bias = input_scale_of(scheme), random.choice([None, weight[:, 0]])
+    input_scale = None if scheme.stored_input is None else (torch.rand(1) + 0.1).bfloat16().float()
+    bias = random.choice([None, weight[:, 0]])
     stored = Scale(scale, global_=global_scale, zero=zero)
     linear = export.TrainedLinear("a.b", weight, stored, input_scale, bias, scheme, weight.dtype)
     tensors = export.pack_linear(linear)

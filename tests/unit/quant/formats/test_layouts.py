@@ -73,13 +73,10 @@ def test_words_for_mlx_are_a_stream_of_bits_that_means_the_weight(scheme, dtype,
 def test_mlx_reads_it(scheme, seed):
     mx = pytest.importorskip("mlx.core", reason="pip install -e '.[mlx]'")
     made, expected = linear("mlx", scheme, torch.bfloat16)
-    weight, *others = (mx.array(_wide(tensor).numpy()) for tensor in made.values())
+    wide = (tensor.float() if tensor.is_floating_point() else tensor for tensor in made.values())
+    weight, *others = (mx.array(tensor.numpy()) for tensor in wide)
     found = mx.dequantize(weight, *others, **quantization_mode(scheme), dtype=mx.float32)
     assert found.tolist() == expected.tolist()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 @pytest.mark.parametrize("scheme", [SCHEMES["mxfp4"], MXFP8], ids=lambda scheme: scheme.name)
