@@ -53,9 +53,7 @@ def bare_recipe(directory: Path, kind: str | Path = "qwen3", **sections: Any) ->
         "train": {"steps": 5},
         "output_dir": str(directory / "out"),
     }
-    path = directory / "recipe.yaml"
-    path.write_text(yaml.safe_dump(merged(contents, sections)))
-    return load_recipe(path)
+    return load_recipe(write_sections(directory, **merged(contents, sections)))
 
 
 def write_ds_config(directory: Path, name: str, shipped: str, /, **sections: Any) -> str:
@@ -119,6 +117,13 @@ def write_minimal(directory: Path, more: str = "") -> Path:
     """Write ``<directory>/recipe.yaml``: the smallest valid recipe, and more YAML below it."""
     path = directory / "recipe.yaml"
     path.write_text(MINIMAL + more, encoding="utf-8")
+    return path
+
+
+def write_sections(directory: Path, name: str = "recipe", /, **sections: Any) -> Path:
+    """Write ``<directory>/<name>.yaml``: the smallest valid recipe, with ``sections`` merged into it."""
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(merged(yaml.safe_load(MINIMAL), sections), sort_keys=False))
     return path
 
 

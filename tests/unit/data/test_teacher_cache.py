@@ -11,13 +11,12 @@ import torch
 from data import teacher_cache
 from data.samples import IGNORE, Sample, samples_of
 from data.teacher_cache import CacheError, Manifest, TeacherCache, Writer
-from engine.config.config import Recipe
-from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from engine.loop import Loop
 from engine.losses.objective import DIAGNOSTICS
 from engine.losses.teacher import common_vocabulary, first_difference
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from tests.lib.checkpoints import edit_json
+from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
 
 K = 3
@@ -250,7 +249,7 @@ def test_common_tokens():
 
 
 def test_names_of_losses_are_taken():
-    loop = Loop(Recipe(ModelRecipe("m"), DataRecipe(["d"]), TrainRecipe(steps=1), "out"))
+    loop = Loop(minimal())
     loop.token_loss("mine", weight=0.5)(lambda chunk: chunk.student.sum(-1))
     for name in ("mine", "lm", "kd", "total", "router_aux", *DIAGNOSTICS):
         with pytest.raises(ValueError, match=f"loss '{name}': expected another name"):

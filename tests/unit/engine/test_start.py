@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import yaml
-
 from tests.lib.processes import run_python
-from tests.lib.recipes import write_chats
+from tests.lib.recipes import write_chats, write_sections
 from tests.lib.tiny import tiny_checkpoint
 
 RUN = """
@@ -25,17 +23,12 @@ def test_files_and_directories_are_checked(tmp_path: Path) -> None:
     """A directory whose checkpoints DeepSpeed cannot load, and a file of data that is named twice."""
     chats = write_chats(tmp_path / "chats.jsonl")
     (tmp_path / "again.jsonl").symlink_to(chats)
-    shared = {
-        "model": {"path": str(tiny_checkpoint(tmp_path / "model", "qwen3"))},
-        "data": {"train": [str(chats)], "max_length": 64},
-        "train": {"steps": 1},
-        "output_dir": str(tmp_path / "out"),
-        "deepspeed": "zero0",
-    }
-    twice = {**shared, "data": {"train": [str(chats), str(tmp_path / "again.jsonl")], "max_length": 64}}
-    paths = [tmp_path / "name.yaml", tmp_path / "twice.yaml"]
-    for path, contents in zip(paths, ({**shared, "output_dir": str(tmp_path / "x[1]")}, twice), strict=True):
-        path.write_text(yaml.safe_dump(contents))
+    shared = {"model": {"path": str(tiny_checkpoint(tmp_path / "model", "qwen3"))}, "deepspeed": "zero0"}
+    twice = {"train": [str(chats), str(tmp_path / "again.jsonl")]}
+    paths = [
+        write_sections(tmp_path, "name", **shared, data={"train": [str(chats)]}, output_dir=str(tmp_path / "x[1]")),
+        write_sections(tmp_path, "twice", **shared, data=twice, output_dir=str(tmp_path / "out")),
+    ]
     done = run_python(RUN, *paths)
     assert done.returncode == 0, done.stderr
     name, data = (line for line in done.stdout.splitlines() if line.startswith("refused:"))

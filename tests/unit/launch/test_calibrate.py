@@ -8,7 +8,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.lib.processes import run_python
-from tests.lib.recipes import merged, write_chats
+from tests.lib.recipes import merged, write_chats, write_sections
 from tests.lib.tiny import tiny_checkpoint
 
 RUN = """
@@ -54,18 +54,17 @@ calibrate(recipe)
 
 
 def test_scales_of_inputs_that_training_refuses_are_refused(tmp_path: Path) -> None:
-    model = tiny_checkpoint(tmp_path / "model", "qwen3")
-    contents = {
-        "model": {"path": str(model)},
-        "data": {"train": [str(write_chats(tmp_path / "chats.jsonl"))], "max_length": 64},
-        "train": {"steps": 1},
-        "quant": {"scheme": "fp8_static", "calibration_batches": 2},
-        "export": {"dir": str(tmp_path / "ptq")},
-        "output_dir": str(tmp_path / "out"),
-        "deepspeed": "zero0",
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(contents))
-    done = run_python(BAD, tmp_path / "recipe.yaml")
+    path = write_sections(
+        tmp_path,
+        model={"path": str(tiny_checkpoint(tmp_path / "model", "qwen3"))},
+        data={"train": [str(write_chats(tmp_path / "chats.jsonl"))], "max_length": 64},
+        train={"steps": 1},
+        quant={"scheme": "fp8_static", "calibration_batches": 2},
+        export={"dir": str(tmp_path / "ptq")},
+        output_dir=str(tmp_path / "out"),
+        deepspeed="zero0",
+    )
+    done = run_python(BAD, path)
     assert done.returncode and "ptq do not fit the inputs of the first samples" in done.stderr
     assert (tmp_path / "ptq").is_dir() and not (tmp_path / "ptq_again").exists()
 

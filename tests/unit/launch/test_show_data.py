@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from launch.show_data import main
 from tests.lib.processes import run_python
+from tests.lib.recipes import write_sections
 from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_config, tiny_tokenizer
 from tests.unit.data.chats import END, turns, write
@@ -34,14 +34,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     write(tmp_path / "b.jsonl", *({"input": f"{n}?", "output": str(n)} for n in range(20)))
     write(tmp_path / "c.jsonl", {"input": "c?", "output": "c"})
     (tmp_path / "text.txt").write_text("the 日本語 quick 😀 brown fox\n" * 9, encoding="utf-8")
-    contents: dict[str, Any] = {
-        "model": {"path": "model"},
-        "data": {"train": ["a.jsonl", "b.jsonl"], "loss_on": "all", "max_length": 100},
-        "train": {"steps": 1},
-        "loss": {"kd_weight": 0.5, "teacher": "a model that is not here"},
-        "output_dir": "out",
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(contents))
+    data = {"train": ["a.jsonl", "b.jsonl"], "loss_on": "all", "max_length": 100}
+    write_sections(tmp_path, data=data, loss={"kd_weight": 0.5, "teacher": "a model that is not here"})
     return ["--config", "recipe.yaml"]
 
 

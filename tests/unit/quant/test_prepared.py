@@ -131,47 +131,44 @@ class Bypassed(nn.Module):
         return self.called(x) @ self.read.weight
 
 
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32))
+
+
 def broken(value: float) -> nn.Module:
-    model = nn.Sequential(nn.Linear(32, 32))
+    model = linear()
     model[0].weight.data[3, 4] = value
     return model
 
 
 def with_attribute(place: Callable[[nn.Module], Any], name: str, value: Any) -> nn.Module:
-    model = nn.Sequential(nn.Linear(32, 32))
+    model = linear()
     setattr(place(model), name, value)
     return model
 
 
+UNREACHED = {"scheme": "fp8_static", "calibrate": lambda model: None}
 GPT2 = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
 
 
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        (lambda: nn.Sequential(nn.Linear(32, 32)), {"scheme": "w5"}, "unknown quantization scheme .*'w5'"),
-        (lambda: nn.Sequential(nn.Linear(32, 32)), {"scheme": "fp8_static"}, "pass calibrate=.* such as fp8_dynamic"),
-        (
-            lambda: nn.Sequential(nn.Linear(32, 32)),
-            {"rules": [Rule(get_scheme("w8a8_static"), "0")]},
-            "scheme 'w8a8_static' stores scales of inputs",
-        ),
-        (
-            lambda: nn.Sequential(nn.Linear(32, 32)),
-            {"scheme": "fp8_static", "calibrate": lambda model: None},
-            r"calibrate did not reach.* 0 \(largest magnitude 0\); run more batches",
-        ),
-        (lambda: nn.Sequential(nn.Linear(32, 32)), {"exempt_more": ["1"]}, "pattern '1' matches no module"),
-        (lambda: nn.Sequential(nn.Linear(32, 32)), {"exempt_more": ["0"]}, "nothing to quantize"),
+        (linear, {"scheme": "w5"}, "unknown quantization scheme .*'w5'"),
+        (linear, {"scheme": "fp8_static"}, "pass calibrate=.* such as fp8_dynamic"),
+        (linear, {"rules": [Rule(get_scheme("w8a8_static"), "0")]}, "scheme 'w8a8_static' stores scales of inputs"),
+        (linear, UNREACHED, r"calibrate did not reach.* 0 \(largest magnitude 0\); run more batches"),
+        (linear, {"exempt_more": ["1"]}, "pattern '1' matches no module"),
+        (linear, {"exempt_more": ["0"]}, "nothing to quantize"),
         (lambda: nn.Sequential(nn.Linear(33, 32)), {}, "0: in_features 33 is not divisible"),
-        (lambda: nn.Sequential(nn.Linear(32, 32)).double(), {}, "0.weight is torch.float64"),
+        (lambda: linear().double(), {}, "0.weight is torch.float64"),
         (lambda: nn.Sequential(nn.Linear(32, 32, device="meta")), {}, "0.weight is on the meta device"),
         (lambda: nn.Sequential(nn.LazyLinear(32)), {}, "0.weight is a UninitializedParameter"),
         (lambda: nn.Linear(32, 32), {}, "a single nn.Linear"),
         (lambda: with_attribute(lambda m: m[0].weight, "ds_id", 0), {}, "0.weight is partitioned by ZeRO-3"),
         (lambda: with_attribute(lambda m: m, "config", Gemma3Config()), {}, "has towers beside its text model"),
         (lambda: with_attribute(lambda m: m, "base_layer", None), {}, "layers with adapters of peft"),
-        (lambda: prepare(nn.Sequential(nn.Linear(32, 32)), "w4a16_g32"), {}, "has quantized layers"),
+        (lambda: prepare(linear(), "w4a16_g32"), {}, "has quantized layers"),
         (lambda: broken(torch.nan), {}, "NaN or Inf cannot be quantized: 0"),
         (lambda: broken(-torch.inf), {"scheme": "nvfp4"}, "NaN or Inf cannot be quantized: 0"),
         (lambda: GPT2LMHeadModel(GPT2), {}, "4 Conv1D, which are not supported"),
@@ -229,7 +226,7 @@ def test_conversion_is_refused() -> None:
     model(torch.randn(4, 32)).sum().backward()
     with pytest.raises(ValueError, match=r"read: the model's forward did not call them in training"):
         convert(model)
-    model = prepare(nn.Sequential(nn.Linear(32, 32)), "w4a16_g32")
+    model = prepare(linear(), "w4a16_g32")
     model[0].weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"0: weights or scales with NaN or Inf have no codes"):
         convert(model)

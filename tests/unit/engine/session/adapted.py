@@ -11,24 +11,17 @@ from engine.config.config import Recipe
 from engine.config.reading import load_recipe
 from engine.session.student import build_student
 from tests.lib.checkpoints import CPU, ENGINES
+from tests.lib.recipes import write_sections
 
 DS_CONFIG = {"zero_optimization": {"stage": 0}, **ENGINES[torch.bfloat16]}
 
 
 def recipe(directory: Path, path: Path, choice: dict | None = None, /, **sections: Any) -> Recipe:
     """Write and read a recipe for adapters of ``choice`` on a checkpoint."""
-    contents = {
-        "model": {"path": str(path), **sections.pop("model", {})},
-        "data": {"train": ["a.jsonl"]},
-        "train": {"steps": 4, **sections.pop("train", {})},
-        "output_dir": "out",
-        "quant": {"scheme": "w4a16_g32"},
-        "adapter": {"kind": "lora", "rank": 4, **(choice or {})},
-        **sections,
-    }
-    file = directory / "recipe.yaml"
-    file.write_text(json.dumps(contents))  # JSON is YAML
-    return load_recipe(file)
+    model = {"path": str(path), **sections.pop("model", {})}
+    adapter = {"kind": "lora", "rank": 4, **(choice or {})}
+    quant = sections.pop("quant", {"scheme": "w4a16_g32"})
+    return load_recipe(write_sections(directory, model=model, adapter=adapter, quant=quant, **sections))
 
 
 def adapters(settings: Recipe) -> dict[str, torch.nn.Module]:

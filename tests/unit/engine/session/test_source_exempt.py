@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from engine.config.config import Recipe
 from engine.config.reading import load_recipe
@@ -13,7 +12,7 @@ from model.ranks import RankError
 from quant import SCHEMES
 from tests.lib.checkpoints import export_model, load_model, quantize, read_tensors
 from tests.lib.processes import run_python
-from tests.lib.recipes import write_chats
+from tests.lib.recipes import write_chats, write_sections
 from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 from tools.memory.model import meta_student
@@ -33,16 +32,16 @@ def source(tmp_path_factory) -> Path:
 
 
 def recipe_of(directory: Path, source: Path, *exempt: str) -> Recipe:
-    contents = {
-        "model": {"path": str(source)},
-        "quant": {"scheme": "source", "exempt_more": list(exempt)},
-        "data": {"train": [str(write_chats(directory / "chats.jsonl"))], "max_length": 64},
-        "train": {"steps": 1},
-        "output_dir": str(directory / "out"),
-        "deepspeed": "zero0",
-    }
-    (directory / "recipe.yaml").write_text(yaml.safe_dump(contents))
-    return load_recipe(directory / "recipe.yaml")
+    path = write_sections(
+        directory,
+        model={"path": str(source)},
+        quant={"scheme": "source", "exempt_more": list(exempt)},
+        data={"train": [str(write_chats(directory / "chats.jsonl"))], "max_length": 64},
+        train={"steps": 1},
+        output_dir=str(directory / "out"),
+        deepspeed="zero0",
+    )
+    return load_recipe(path)
 
 
 def test_exempt_layers_are_decoded(source, tmp_path):

@@ -10,11 +10,11 @@ from transformers import PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3M
 from benchmarks.timing import most_allocated
 from engine.config.config import Recipe
 from engine.config.quant import QuantRecipe
-from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from model.ptq_init import blockwise as tuning
 from model.ptq_init import choose_initial_codes
 from quant import SCHEMES
 from tests.lib.checkpoints import CPU, quantized
+from tests.lib.recipes import minimal
 from tools.memory.planner import RESERVE, Planner
 
 SIZES = {"hidden_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40}
@@ -29,13 +29,8 @@ ROWS, LENGTH, BATCHES = 4, 128, 4
 
 def recipe_of(directory: Path, quant: QuantRecipe, rows: int = ROWS, **train: Any) -> Recipe:
     """A recipe of a checkpoint or of its configuration alone."""
-    return Recipe(
-        model=ModelRecipe(path=str(directory)),
-        data=DataRecipe(train=["text.txt"], max_length=LENGTH, micro_batch_size=rows),
-        train=TrainRecipe(steps=100, **train),
-        output_dir="out",
-        quant=quant,
-    )
+    data = {"max_length": LENGTH, "micro_batch_size": rows}
+    return minimal(model={"path": str(directory)}, data=data, train={"steps": 100, **train}, quant=quant)
 
 
 @pytest.mark.parametrize(
