@@ -197,14 +197,20 @@ REFUSED = [
 ]  # fmt: skip
 
 
+def assert_refused(file: Path, message: str) -> str:
+    """Check that a file is refused in one line, and that nothing is written; return the line."""
+    with pytest.raises((ValueError, RankError), match=message) as caught:
+        convert_gguf(file, file.parent / "out")
+    assert "\n" not in str(caught.value)
+    assert not list(file.parent.glob("out*"))
+    return str(caught.value)
+
+
 def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source", "qwen3")
     for changes, message in REFUSED:
         file = write_gguf(source, tmp_path / "model.gguf", **changes)
-        with pytest.raises((ValueError, RankError), match=message) as caught:
-            convert_gguf(file, tmp_path / "out")
-        assert "\n" not in str(caught.value)
-        assert not list(tmp_path.glob("out*"))
+        assert_refused(file, message)
 
 
 REFUSED_BY_LAYER = [
@@ -238,9 +244,7 @@ def test_values_of_layers_that_contradict_are_refused(
     variant: str, changes: dict, message: str, tmp_path: Path
 ) -> None:
     file = write_gguf(checkpoint(tmp_path / "source", variant), tmp_path / "model.gguf", **changes)
-    with pytest.raises((ValueError, RankError), match=message) as caught:
-        convert_gguf(file, tmp_path / "out")
-    assert "\n" not in str(caught.value)
+    assert_refused(file, message)
 
 
 def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -259,10 +263,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
         (good.replace(b"<think>", b"<th\xffnk>"), "tokenizer.ggml.tokens is not UTF-8"),
     ):
         file.write_bytes(data)
-        with pytest.raises((ValueError, RankError), match=message) as caught:
-            convert_gguf(file, tmp_path / "out")
-        assert "\n" not in str(caught.value) and "model.gguf" in str(caught.value)
-        assert not list(tmp_path.glob("out*"))
+        assert "model.gguf" in assert_refused(file, message)
 
 
 @pytest.mark.parametrize(

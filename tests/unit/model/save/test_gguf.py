@@ -357,21 +357,19 @@ def test_scales_that_are_trained_as_fp16_always_fit(tmp_path):
     assert report.ok and "12 Q4_0" in report.contents and "2 Q8_0" in report.contents, report.table()
 
 
-OF_ANOTHER_MODEL = [
-    ({"attention__head_count": 2}, "qwen3.attention.head_count is 2, expected 4"),
-    ({"rope__freq_base": 5e5}, "qwen3.rope.freq_base is 500000.0, expected"),
-    ({"rope__freq_base": float("nan")}, "qwen3.rope.freq_base is nan, expected"),
-    ({"attention__layer_norm_rms_epsilon": float("nan")}, "qwen3.*epsilon is nan, expected"),
-    ({"without": ("blk.1.attn_k_norm.weight",)}, "the template lacks blk.1.attn_k_norm.weight"),
-]
-
-
-OTHER_POSITIONS = {
+OF_ANOTHER_MODEL = {
+    "qwen3": [
+        ({"attention__head_count": 2}, "qwen3.attention.head_count is 2, expected 4"),
+        ({"rope__freq_base": 5e5}, "qwen3.rope.freq_base is 500000.0, expected"),
+        ({"rope__freq_base": float("nan")}, "qwen3.rope.freq_base is nan, expected"),
+        ({"attention__layer_norm_rms_epsilon": float("nan")}, "qwen3.*epsilon is nan, expected"),
+        ({"without": ("blk.1.attn_k_norm.weight",)}, "the template lacks blk.1.attn_k_norm.weight"),
+    ],
     "qwen3, yarn": [
         ({"rope__scaling__factor": 2.0}, "qwen3.rope.scaling.factor is 2.0, expected 4.0"),
         ({"rope__scaling__type": "linear"}, "qwen3.rope.scaling.type is linear, expected yarn"),
         ({"rope__scaling__yarn_beta_fast": 16.0}, "qwen3.rope.scaling.yarn_beta_fast is 16.0, expected 32.0"),
-        ({"rope__scaling__original_context_length": 64}, "original_context_length is 64, expected 32"),
+        ({"rope__scaling__original_context_length": 64}, ".*original_context_length is 64, expected 32"),
     ],
     "gemma3_text": [
         ({"rope__freq_base_swa": 5e5}, "gemma3.rope.freq_base_swa is 500000.0, expected 10000.0"),
@@ -381,19 +379,19 @@ OTHER_POSITIONS = {
     "gemma3_text, tied off, softcap": [
         (
             {"without": ("gemma3.final_logit_softcapping",)},
-            "softcapping is missing, which is 0.0 in llama.cpp, expected 30.0",
+            ".*softcapping is missing, which is 0.0 in llama.cpp, expected 30.0",
         ),
     ],
     "gemma4_text": [
         (
             {"without": ("gemma4.final_logit_softcapping",)},
-            "softcapping is missing, which is 30.0 in llama.cpp, expected 0.0",
+            ".*softcapping is missing, which is 30.0 in llama.cpp, expected 0.0",
         ),
     ],
     "gemma4_text, softcap": [
         ({"attention__head_count_kv": 4}, r"gemma4.attention.head_count_kv is 4, expected \[2, 2\]"),
         ({"attention__key_length_swa": 512}, "gemma4.attention.key_length_swa is 512, expected 16"),
-        ({"attention__sliding_window_pattern": [True, True]}, r"pattern is \[True, True\], expected \[True, False\]"),
+        ({"attention__sliding_window_pattern": [True, True]}, r".*pattern is \[True, True\], expected \[True, False\]"),
         ({"rope__freq_base_swa": 1e6}, "gemma4.rope.freq_base_swa is 1000000.0, expected 10000.0"),
         ({"without": ("rope_freqs.weight",)}, "the template has no rope_freqs.weight, but rope_type is 'proportional'"),
     ],
@@ -410,13 +408,13 @@ OTHER_POSITIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHER_POSITIONS)
-def test_the_template_of_other_positions_is_refused(tmp_path, kind):
+@pytest.mark.parametrize("kind", OF_ANOTHER_MODEL)
+def test_the_template_of_another_model_is_refused(tmp_path, kind):
     VARIANTS[kind].checkpoint(tmp_path / "source")
     source, model, quantization = quantized(tmp_path, kind)
-    for changes, message in OTHER_POSITIONS[kind]:
+    for changes, message in OF_ANOTHER_MODEL[kind]:
         template = gguf_template(source, tmp_path / "base.gguf", **changes)
-        with pytest.raises(RankError, match=f"is the template of another model: .*{message}"):
+        with pytest.raises(RankError, match=f"is the template of another model: {message}"):
             check_plan(model, quantization, source, layout="gguf", template=template)
 
 
@@ -477,14 +475,6 @@ def test_heads_in_another_order_that_are_smaller_than_a_block_are_refused(tmp_pa
     template = gguf_template(source, tmp_path / "base.gguf")
     with pytest.raises(RankError, match=r"out_proj.weight is Q4_0 .* with 4 heads, but .*: exempt this layer"):
         check_plan(model, quantization, source, layout="gguf", template=template)
-
-
-def test_the_template_of_another_model_is_refused(tmp_path):
-    source, model, quantization = quantized(tmp_path)
-    for changes, message in OF_ANOTHER_MODEL:
-        template = gguf_template(source, tmp_path / "base.gguf", **changes)
-        with pytest.raises(RankError, match=f"is the template of another model: {message}"):
-            check_plan(model, quantization, source, layout="gguf", template=template)
 
 
 def test_what_is_missing_or_unknown_is_refused_by_name(tmp_path):
