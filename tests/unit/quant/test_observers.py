@@ -24,21 +24,10 @@ from quant.observers import (
 )
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant, inside_range
 from quant.spec import TensorSpec
+from tests.unit.quant import oracle
 from tests.unit.quant.oracle import FP8, per_scale
 
-SPECS = [
-    FP8,
-    TensorSpec("fp8_e4m3", 8, "channel"),
-    *(TensorSpec("int", bits, "group", 32) for bits in (2, 4)),
-    TensorSpec("int", 8, "channel"),
-    TensorSpec("int", 2, "tensor"),
-    *(TensorSpec("int", bits, "group", 32, narrow=True) for bits in (2, 4)),
-    TensorSpec("fp8_e4m3", 8, "block", 4),
-    TensorSpec("fp4_e2m1", 4, "group", 16),
-    TensorSpec("fp4_e2m1", 4, "group", 32),
-    *(TensorSpec("int", bits, "group", 32, symmetric=False) for bits in (2, 4)),
-    TensorSpec("int", 8, "channel", symmetric=False),
-]
+SPECS = [*oracle.SPECS, TensorSpec("int", 2, "tensor"), TensorSpec("fp8_e4m3", 8, "block", 4)]
 INT4, INT8 = TensorSpec("int", 4, "group", 32), TensorSpec("int", 8, "tensor")
 
 
