@@ -82,12 +82,10 @@ def conversation(rng: random.Random) -> list[dict[str, str]]:
 
 
 def messages(*pairs: tuple[Any, Any]) -> list[dict[str, Any]]:
-    """Messages from pairs of role and content."""
     return [{"role": role, "content": content} for role, content in pairs]
 
 
 def turns(*pairs: tuple[Any, Any]) -> dict[str, Any]:
-    """A row with such messages."""
     return {"messages": messages(*pairs)}
 
 
@@ -175,12 +173,10 @@ class Words:
 
 
 def answers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The assistant turns of a conversation."""
     return [turn for turn in rows if turn["role"] == "assistant"]
 
 
 def words_in(turn: dict[str, Any]) -> set[str]:
-    """The words in a turn's parts."""
     return set(re.findall(WORD, json.dumps(turn)))
 
 

@@ -7,5 +7,4 @@ import pytest
 
 @pytest.fixture
 def rng(seed: int) -> random.Random:
-    """A generator with the test's own seed."""
     return random.Random(seed)

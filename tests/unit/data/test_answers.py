@@ -11,7 +11,18 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from data.samples import DataError
-from tests.unit.data.chats import END, ONE_LINE, Words, answers, cut_answers, learned_turns, messages, read, templated
+from tests.unit.data.chats import (
+    END,
+    ONE_LINE,
+    TWO,
+    Words,
+    answers,
+    cut_answers,
+    learned_turns,
+    messages,
+    read,
+    templated,
+)
 
 EOS = "<|endoftext|>"
 
@@ -183,31 +194,29 @@ PHI = (
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
 def test_an_answer_ends_where_generation_stops(name, tmp_path):
     """The EOS behind a conversation is learned only if generation does not stop at the token in front of it."""
-    row = {"messages": messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))}
     tokenizer = templated(PHI)
     tokenizer.add_tokens([AddedToken("<|e|>", special=True, rstrip=True)], special_tokens=True)
     tokenizer.name_or_path = str(tmp_path)
     for stops, end, unstopped in ((None, f"<|e|>\n{END}", 1), ([tokenizer.vocab["<|e|>"], 10**9], "<|e|>", 0)):
         if stops:
             (tmp_path / name).write_text(json.dumps({"eos_token_id": stops}))
-        (sample,), counts = read(tmp_path, tokenizer, row, loss_on="all")
+        (sample,), counts = read(tmp_path, tokenizer, {"messages": TWO}, loss_on="all")
         first, second = (run.replace("<|e|>\n", "<|e|>") for run in learned_turns(sample, tokenizer))
         assert (first, second) == ("b<|e|>", "d" + end.replace("\n", ""))
         assert counts.unstopped == unstopped
         assert ("generation does not stop (generation_config.json)" in counts.summary()) == bool(unstopped)
     (tmp_path / name).write_text("[")
     with pytest.raises(DataError, match=rf"{name}: expected a JSON object"):
-        read(tmp_path, tokenizer, row)
+        read(tmp_path, tokenizer, {"messages": TWO})
 
 
 def test_an_end_that_only_the_last_answer_has_is_learned_there_alone(tmp_path):
     """As gpt-oss writes it: generation never ends with the token behind an earlier answer."""
-    row = {"messages": messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))}
     tokenizer = templated(
         PHI.replace("'<|e|>\n'", "(eos_token if loop.last else '<|e|>')").partition("{% else")[0] + "{% endif %}"
     )
     tokenizer.add_tokens([AddedToken("<|e|>", special=True)], special_tokens=True)
-    (sample,), counts = read(tmp_path, tokenizer, row, loss_on="all")
+    (sample,), counts = read(tmp_path, tokenizer, {"messages": TWO}, loss_on="all")
     assert learned_turns(sample, tokenizer) == ["b", f"d{END}"] and counts.without_end == 1
 
 

@@ -48,7 +48,6 @@ def make(rng: random.Random, n: int, longest: int = 10) -> list[Sample]:
 
 
 def loaders(samples: list[Sample], world: int = 1, **args: Any) -> list[Loader]:
-    """The loaders of all ranks."""
     sizes = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "seed": 0, "pad_token_id": PAD} | args
     return [Loader(samples, rank=rank, world=world, **sizes) for rank in range(world)]
 

@@ -63,13 +63,10 @@ def tokenizer_of(source: str) -> PreTrainedTokenizerFast:
 
 
 def answer(content: str | None, **more: Any) -> dict[str, Any]:
-    """An assistant turn."""
     return {"role": "assistant", "content": content, **more}
 
 
 def conversation(kind: str, word: Words) -> list[dict[str, Any]]:
-    """A conversation of two questions."""
-
     def calls(*ids: int) -> list[dict[str, Any]]:
         functions = [
             {"name": word("n"), "arguments": {word("k"): word("v"), word("k"): 7100 + word.count}} for _ in ids

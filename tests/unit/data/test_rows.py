@@ -109,20 +109,16 @@ def saved(folder: Path, table: Any, **state: Any) -> Path:
 
 
 def forms(directory: Path, rows: list[dict[str, Any]]) -> list[Path]:
-    """Write rows in all forms of tables."""
     import pyarrow
     from pyarrow import parquet
 
-    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.Table.from_pylist(_with_all_keys(rows)).schema)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    filled = [{key: row.get(key) for key in keys} for row in rows]
+    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.Table.from_pylist(filled).schema)
     parquet.write_table(table, directory / "a.parquet", row_group_size=9)
     with pyarrow.output_stream(str(directory / "a.jsonl.zst"), compression="zstd") as stream:
         stream.write(write(directory / "b.jsonl", *rows).read_bytes())
     return [directory / "a.parquet", saved(directory / "saved", table), directory / "a.jsonl.zst"]
-
-
-def _with_all_keys(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    return [{key: row.get(key) for key in keys} for row in rows]
 
 
 def test_tables_give_what_their_rows_give_as_lines(pyarrow, tmp_path, rng):

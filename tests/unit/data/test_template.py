@@ -70,7 +70,6 @@ CALLED = '\n<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</too
 
 
 def read_rows(tmp_path: Path, template: str, *rows: object, **options: Any) -> tuple[list[list[str]], Counts]:
-    """The learned turns of each row."""
     tokenizer = templated(template)
     samples, counts = read(tmp_path, tokenizer, *rows, **options)
     return [learned_turns(sample, tokenizer) for sample in samples], counts
@@ -330,7 +329,6 @@ def test_a_tokenizer_that_looks_beyond_special_tokens_cannot_read_them_as_text(t
 
 
 def test_deeply_nested_tools(tmp_path):
-    """There is no traceback."""
     deep: object = END
     for _ in range(400):
         deep = [deep]

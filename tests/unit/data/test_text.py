@@ -13,25 +13,8 @@ from data.samples import IGNORE, DataError, plain_backend
 from data.text import read_text, split_text
 from tests.lib.tiny import TEXT, tiny_tokenizer
 
-WORDS = [
-    "the",
-    "quick",
-    "42",
-    " ",
-    "  ",
-    "\n",
-    "\n",
-    "\n\n",
-    "\r\n",
-    ".",
-    "é",
-    "日本",
-    "😀",
-    "\u2028",
-    "/",
-    "_",
-    "can't",
-]
+WORDS = ["the", "quick", "42", " ", "  ", "\n", "\n", "\n\n", "\r\n", ".", "é", "日本", "😀", "\u2028", "/", "_"]
+WORDS += ["can't"]
 
 
 def text(rng: random.Random, words: int) -> str:
