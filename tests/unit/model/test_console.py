@@ -76,12 +76,16 @@ def test_bytes_more_than_announced_are_no_error(often, capsys):
     assert "weights: 2.00k of ?B, " in capsys.readouterr().err
 
 
+def wait(capsys, expected: str) -> None:
+    deadline = time.monotonic() + 60
+    while expected not in capsys.readouterr().err:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_a_job_without_parts_says_that_it_goes_on(often, capsys):
     with working("checkpoint of step 5"):
-        deadline = time.monotonic() + 60
-        while "checkpoint of step 5: 00:00 passed\n" not in capsys.readouterr().err:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait(capsys, "checkpoint of step 5: 00:00 passed\n")
 
 
 @pytest.mark.parametrize("over", [True, False])
@@ -90,16 +94,10 @@ def test_a_job_is_shown_before_its_first_part_has_ended(over, often, capsys):
     bar = progress_bar(3, "calibration", "batch", over=range(3) if over else None)
     items = iter(bar)
 
-    def wait(expected: str) -> None:
-        deadline = time.monotonic() + 60
-        while expected not in capsys.readouterr().err:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    wait("calibration: 0 of 3 batches, ")
+    wait(capsys, "calibration: 0 of 3 batches, ")
     for _ in range(3):
         next(items) if over else bar.update()
-    wait(f"calibration: {2 if over else 3} of 3 batches, ")
+    wait(capsys, f"calibration: {2 if over else 3} of 3 batches, ")
     bar.close()
     capsys.readouterr()
     time.sleep(0.01)

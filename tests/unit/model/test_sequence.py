@@ -10,11 +10,9 @@ from torch import Tensor
 
 from data.loader import HeldOut, Loader, on_device, pad, valid_tokens, with_own_labels
 from data.samples import IGNORE, Sample
-from engine.config.errors import RecipeError
 from engine.losses.chunked import TeacherTopK
 from engine.losses.teacher import CachedTeacher
 from model.sequence import SharedRows
-from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_model
 
 
@@ -130,24 +128,3 @@ def test_a_model_computes_whole_rows_until_ranks_share_them() -> None:
     before = model(input_ids=ids).logits
     SharedRows(2).attach(model)
     assert torch.equal(model(input_ids=ids).logits, before)
-
-
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"learnable": {"router": True}}, "learnable.router: True, expected false with parallel.sequence 4"),
-        ({"train": {"compile": True}}, "train.compile: True, expected false with parallel.sequence 4"),
-        ({"data": {"packing": True, "max_length": 3}}, "data.max_length: 3, expected at least 4"),
-    ],
-)
-def test_options_that_need_whole_rows_are_refused(sections: dict[str, Any], key: str) -> None:
-    with pytest.raises(RecipeError) as refused:
-        minimal(**sections, parallel={"sequence": 4})
-    assert key in str(refused.value)
-    minimal(**sections)
-
-
-def test_ranks_are_groups_of_those_that_share_rows() -> None:
-    minimal(parallel={"sequence": 4}).check_ranks(8)
-    with pytest.raises(RecipeError, match=r"parallel\.sequence: 4, expected a divisor of .* 6"):
-        minimal(parallel={"sequence": 4}).check_ranks(6)

@@ -170,6 +170,7 @@ def test_what_is_damaged_is_named_and_the_one_before_it_offered(tmp_path, spoil,
         *({"world_size": size} for size in (10**12, 0)),
         *({"step": step} for step in (None, float("inf"))),
         {"stage": "weights"},
+        {"left_out": {"weight": "x"}},
     ],
 )
 def test_a_manifest_says_only_what_was_written(tmp_path, values):

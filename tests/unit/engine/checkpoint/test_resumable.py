@@ -215,9 +215,6 @@ def test_frozen_weights_that_a_checkpoint_left_out_are_those_of_its_run(tmp_path
         edit_json(step / "state.json", left_out=left_out)
         with pytest.raises(RankError, match=rf"does not hold the frozen weights, and {wrong} as read from"):
             resume.check_base(session, read_step_directory(step))
-    edit_json(step / "state.json", left_out={"weight": "x"})
-    with pytest.raises(ValueError, match=r"is damaged: state\.json is not what was written"):
-        read_step_directory(step)
 
 
 def test_a_value_that_no_recipe_has_is_named_with_its_file(tmp_path: Path):

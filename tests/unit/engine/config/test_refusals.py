@@ -51,7 +51,7 @@ def rows(text: str) -> list[tuple[str, ...]]:
 REFUSED = rows(r"""
     model.path=                                 | model.path: ''
 
-    parallel.sequence=4 data.packing=true data.max_length=2 | data.max_length: 2, expected at least 4 with
+    parallel.sequence=4 data.packing=true data.max_length=3 | data.max_length: 3, expected at least 4 with
     parallel.sequence=2 learnable.router=true   | learnable.router: True, expected false with parallel.sequence 2: its
     parallel.sequence=2 train.compile=true      | train.compile: True, expected false with parallel.sequence 2: ranks
 

@@ -85,18 +85,8 @@ def test_a_plain_checkpoint_that_holds_one_is_not_read(tmp_path, seed):
 
 
 # One of each kind of code and stored scale; the others come with the large counts.
-ALWAYS = {
-    "fp8_static",
-    "fp8_dynamic",
-    "int8_dynamic",
-    "w8a8_static",
-    "q4_0",
-    "w4a16_asym",
-    "nvfp4",
-    "nvfp4_w4a4",
-    "mxfp4",
-}
-ALWAYS |= {"mxfp8", "fp8_kv", "fp8_static_kv", "nvfp4_w4a4_kv"}
+ALWAYS = {"fp8_static", "fp8_dynamic", "int8_dynamic", "w8a8_static", "q4_0", "w4a16_asym", "nvfp4", "nvfp4_w4a4"}
+ALWAYS |= {"mxfp4", "mxfp8", "fp8_kv", "fp8_static_kv", "nvfp4_w4a4_kv"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in ALWAYS)) for n in PRESETS])

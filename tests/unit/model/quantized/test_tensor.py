@@ -118,7 +118,7 @@ def test_codes_that_a_dtype_cannot_hold_are_refused_by_name(tmp_path):
 
 
 ORDER = torch.arange(256, dtype=torch.int32) % 8
-CODES = torch.ones(32, 256)
+E4M3, NAN = torch.ones(32, 256).to(torch.float8_e4m3fn), torch.tensor(torch.nan)
 MOVED = torch.ones(16, 8, dtype=torch.int8)
 WRONG = {
     "a scale is missing": ("w4a16_g32", "weight_scale", None, "is missing"),
@@ -146,17 +146,9 @@ def test_what_does_not_fit_together_is_a_problem(tmp_path, case):
 MODELOPT_WRONG = {
     "no second scale": ("NVFP4", {"weight_scale_2": None}, "weight_scale_2 is missing, expected torch.float32 [1] for"),
     "no scale": ("NVFP4", {"weight_scale": None}, "weight_scale is missing"),
-    "codes of 8 bits": ("NVFP4", {"weight": CODES.to(torch.float8_e4m3fn)}, "weight is F8_E4M3 [32, 256], expected"),
-    "codes of 4 bits": (
-        "FP8",
-        {"weight_scale": torch.ones(())},
-        "weight is U8 [32, 128], expected torch.float8_e4m3fn",
-    ),
-    "groups of 32": (
-        "NVFP4",
-        {"weight_scale": CODES[:, :8].to(torch.float8_e4m3fn)},
-        "weight_scale is F8_E4M3 [32, 8]",
-    ),
+    "codes of 8 bits": ("NVFP4", {"weight": E4M3}, "weight is F8_E4M3 [32, 256], expected"),
+    "codes of 4 bits": ("FP8", {"weight_scale": torch.ones(())}, "weight is U8 [32, 128], expected torch.float8_e4m3"),
+    "groups of 32": ("NVFP4", {"weight_scale": E4M3[:, :8].contiguous()}, "weight_scale is F8_E4M3 [32, 8]"),
     "scales of fp32": ("NVFP4", {"weight_scale": torch.ones(32, 16)}, "weight_scale is F32 [32, 16], expected"),
     "half a group": (
         "NVFP4",
@@ -170,17 +162,9 @@ MODELOPT_WRONG = {
     ),
     "rotated inputs": ("NVFP4_AWQ", {}, "quant_algo is 'NVFP4_AWQ', expected FP8, "),
     # Found when the numbers are read.
-    "a scale of NaN": (
-        "NVFP4",
-        {"weight_scale": torch.full((32, 16), torch.nan)},
-        "weight_scale must be finite and not",
-    ),
+    "a scale of NaN": ("NVFP4", {"weight_scale": NAN.expand(32, 16)}, "weight_scale must be finite and not"),
     "a second scale of 0": ("NVFP4", {"weight_scale_2": torch.zeros(())}, "weight_scale_2 must be finite and positive"),
-    "a second scale of NaN": (
-        "NVFP4",
-        {"weight_scale_2": torch.tensor(torch.nan)},
-        "weight_scale_2 must be finite and",
-    ),
+    "a second scale of NaN": ("NVFP4", {"weight_scale_2": NAN}, "weight_scale_2 must be finite and"),
 }
 
 
