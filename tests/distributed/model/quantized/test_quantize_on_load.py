@@ -21,7 +21,9 @@ ATTENTION = {"targets": [".*self_attn.*"]}
 BASES = {"weights": "weights", "codes": "quantized"}  # how it is held
 CODES = {"adapter": {"base": "quantized"}}
 SOURCE = {"quant": {"scheme": "source"}}
-MERGED = {"adapter": {"merge": True}}
+MERGED, MERGED_CODES = {"adapter": {"merge": True}}, {"adapter": {"merge": True, "base": "quantized"}}
+ATTENTION_CODES = {**ATTENTION, "base": "quantized"}
+RANK_0, RECOMPUTED = {"model": {"load": "rank0"}}, {"train": {**TRAIN, "activation_checkpointing": True}}
 SELF = {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}
 BEGUN = {"train": {**TRAIN, "steps": 2, "checkpoint_every": 2}, **NO_EXPORT}
 RESUMED = {"train": {**TRAIN, "checkpoint_every": 2, "resume": True}, **NO_EXPORT}
@@ -50,50 +52,20 @@ RUNS = {
     "mixed_weights_2": ("{mixed}", 2, "float32", {**SOURCE, **RESTS}),
     "mixed_codes_2": ("{mixed}", 2, "float32", {**SOURCE, **RESTS, **CODES}),
     "experts_weights_3": ("{experts}", 3, "bfloat16", {**SOURCE, "adapter": ATTENTION}),
-    "experts_codes_3": (
-        "{experts}",
-        3,
-        "bfloat16",
-        {
-            **SOURCE,
-            "adapter": {**ATTENTION, **CODES["adapter"]},
-            "model": {"load": "rank0"},
-            "train": {**TRAIN, "activation_checkpointing": True},
-        },
-    ),
+    "experts_codes_3": ("{experts}", 3, "bfloat16", {**SOURCE, "adapter": ATTENTION_CODES, **RANK_0, **RECOMPUTED}),
     "made_weights_3": ("qwen3", 3, "bfloat16", MADE),
     "made_codes_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES}),
     "made_begun_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES, **BEGUN}),
     "made_resumed_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES, **RESUMED, "output_dir": "made_begun_3"}),
     "made_read_3": ("{made_weights_3}", 3, "bfloat16", {**SOURCE, **CODES}),
     "merged_weights_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **MERGED}),
-    "merged_codes_3": (
-        "{mixed}",
-        3,
-        "bfloat16",
-        {**SOURCE, "adapter": {"merge": True, **CODES["adapter"]}},
-    ),
+    "merged_codes_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **MERGED_CODES}),
     "merged_experts_weights_2": ("{experts}", 2, "float32", {**SOURCE, **MERGED}),
-    "merged_experts_codes_2": (
-        "{experts}",
-        2,
-        "float32",
-        {**SOURCE, "adapter": {"merge": True, **CODES["adapter"]}},
-    ),
-    "still_3": (
-        "{mixed}",
-        3,
-        "bfloat16",
-        {**SOURCE, "adapter": {"merge": True, **CODES["adapter"]}, "optim": {"lr": 0.0}},
-    ),
+    "merged_experts_codes_2": ("{experts}", 2, "float32", {**SOURCE, **MERGED_CODES}),
+    "still_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **MERGED_CODES, "optim": {"lr": 0.0}}),
     "made_weights_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": ATTENTION}),
-    "made_codes_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": {**ATTENTION, **CODES["adapter"]}}),
-    "made_rank0_3": (
-        "qwen3_moe",
-        3,
-        "float32",
-        {**MADE_EXPERTS, "adapter": {**ATTENTION, **CODES["adapter"]}, "model": {"load": "rank0"}},
-    ),
+    "made_codes_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": ATTENTION_CODES}),
+    "made_rank0_3": ("qwen3_moe", 3, "float32", {**MADE_EXPERTS, "adapter": ATTENTION_CODES, **RANK_0}),
 }
 PAIRS = ("mixed_{}_3", "mixed_{}_2", "experts_{}_3", "made_{}_3", "made_{}_2")
 

@@ -3,7 +3,6 @@
 GPTQ and AWQ have no export of their own: codes, scales and zero points come back as compressed-tensors.
 """
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,17 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.quantized.checkpoint import source_schemes
+from model.quantized.scales import take_scales
 from model.save.export_model import export_model
 from model.scales.in_place import write_scales
-from quant import SCHEMES, Rule
+from model.zero import full_numel, init_process_group, is_partitioned, local_range, partition_new_parameters
+from quant import SCHEMES, Rule, replace_layers
 from quant.formats.packing import unpack_int32, unpack_zero_points
+from tests.distributed.model.scripts.models import ds_config, loaded
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import edit_checkpoint, edit_json, quantized, read_tensors, with_low_bits
-from tests.lib.launcher import run_ranks
+from tests.lib.launcher import on_ranks
 from tests.lib.published import deepseek, gpt_oss, gptq_checkpoint, modelopt_checkpoint
 from tests.lib.tiny import tiny_checkpoint
 
-SCRIPT = Path(__file__).parent / "scripts" / "round_trip.py"
 NARROW = "w4a16_g32, -7..7"  # absmax / 7, as Kimi-K2 has it, in the place of absmax / 7.5
 MIXED = "fp8 in blocks, MXFP4, NVFP4 and bf16"
 RULES = [
@@ -31,6 +33,7 @@ RULES = [
     Rule(None, r".*layers\.1\..*o_proj"),
 ]
 Case = tuple[str, str, str, str]  # architecture, scheme, form of experts, layout
+Files = dict[str, tuple[str, str, torch.dtype]]  # form of experts, layout of the export and dtype, by name
 
 
 def cases(dense: str, stacked: str) -> dict[str, Case]:
@@ -79,13 +82,13 @@ def write(source: Path, directory: Path, scheme: str, form: str, layout: str) ->
         assert codes.min() == -7 and codes.max() == 7
 
 
-def write_all(directory: Path, cases: dict[str, Case]) -> dict[str, tuple[str, str, str]]:
-    """Files of all cases; form of experts, layout and dtype of each, for the script."""
+def write_all(directory: Path, cases: dict[str, Case]) -> Files:
+    """Write the files of all cases."""
     kinds = ("qwen3", "qwen3_moe")
     sources = {kind: tiny_checkpoint(directory / kind, kind, seed=random.randrange(2**31), wide=True) for kind in kinds}
     for name, (kind, scheme, form, layout) in cases.items():
         write(sources[kind], directory / "files" / name, scheme, form, layout)
-    return {name: (*case[2:], "bf16") for name, case in cases.items()}
+    return {name: (*case[2:], torch.bfloat16) for name, case in cases.items()}
 
 
 def with_heads(directory: Path) -> Path:
@@ -120,9 +123,9 @@ def with_several_input_scales(directory: Path) -> Path:
     return path
 
 
-def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
-    """Files of GPTQ and AWQ and the weights that these are, gpt-oss and DeepSeek-V3 as they are published, and a model
-    with heads."""
+def write_others(directory: Path) -> Files:
+    """Write files of GPTQ and AWQ and the weights that these are, gpt-oss and DeepSeek-V3 as they are published, and a
+    model with heads."""
     for name, (kind, algorithm) in MODELOPT.items():
         modelopt_checkpoint(directory / name, kind, algorithm).rename(directory / "files" / name)
     for name in SEVERAL:
@@ -142,20 +145,33 @@ def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
         path, weights = gptq_checkpoint(directory / kind, kind)
         path.rename(directory / "files" / kind)
         save_file(weights, directory / kind / "weights.safetensors")
-    others = dict.fromkeys(COLUMNS, ("per_expert", "compressed", "fp16"))  # in which their scales are stored
-    others |= dict.fromkeys(MODELOPT, ("stacked", "modelopt", "bf16"))
-    others |= {name: (form, "modelopt", "bf16") for name, form in zip(SEVERAL, ("stacked", "per_expert"), strict=True)}
+    others = dict.fromkeys(COLUMNS, ("per_expert", "compressed", torch.float16))  # in which their scales are stored
+    others |= dict.fromkeys(MODELOPT, ("stacked", "modelopt", torch.bfloat16))
+    forms = ("stacked", "per_expert")
+    others |= {name: (form, "modelopt", torch.bfloat16) for name, form in zip(SEVERAL, forms, strict=True)}
     return others | {
-        "gpt_oss": ("stacked", "gpt_oss", "bf16"),
-        "deepseek": ("stacked", "vllm_fp8", "bf16"),
-        "heads": ("per_expert", "vllm_fp8", "bf16"),
+        "gpt_oss": ("stacked", "gpt_oss", torch.bfloat16),
+        "deepseek": ("stacked", "vllm_fp8", torch.bfloat16),
+        "heads": ("per_expert", "vllm_fp8", torch.bfloat16),
     }
 
 
-def exported_again(directory: Path, cases: dict[str, tuple[str, str, str]]) -> Path:
-    (directory / "cases.json").write_text(json.dumps(cases))
-    run_ranks(SCRIPT, str(directory))
-    return directory
+def export_again(directory: Path, files: Files) -> None:
+    """On a rank: read checkpoints in ``files`` into partitions, and write them to ``again`` without a step."""
+    init_process_group()
+    for name, (form, layout, dtype) in files.items():
+        path, config = directory / "files" / name, ds_config(3, dtype)
+        model = loaded(path, config, dtype, experts=form)
+        schemes = source_schemes(model, path)
+        quantization = replace_layers(model, None, named=schemes, learn_weight_scale=True, learn_input_scale=False)
+        partition_new_parameters(model, config)
+        report = take_scales(model, quantization, path)
+        assert report.weights_loaded and not report.weights_measured and not report.merged, name
+        assert not report.inputs_missing, name
+        for layer in quantization.layers.values():
+            start, stop = local_range(layer.weight)
+            assert is_partitioned(layer.weight) and stop - start < full_numel(layer.weight), name
+        export_model(model, quantization, path, directory / "again" / name, layout=layout)
 
 
 def different(files: Path, again: Path) -> list[str]:
@@ -168,7 +184,8 @@ def different(files: Path, again: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("round_trip")
-    return exported_again(directory, write_all(directory, CASES) | write_others(directory))
+    on_ranks(export_again, directory, write_all(directory, CASES) | write_others(directory))
+    return directory
 
 
 @pytest.mark.parametrize("name", [*CASES, *MODELOPT, *SEVERAL, "gpt_oss", "deepseek", "heads"])
@@ -178,7 +195,7 @@ def test_what_was_read_comes_back(directory, name):
 
 @pytest.mark.full
 def test_what_was_read_comes_back_in_every_scheme(tmp_path):
-    exported_again(tmp_path, write_all(tmp_path, OTHERS))
+    on_ranks(export_again, tmp_path, write_all(tmp_path, OTHERS))
     found = {name: different(tmp_path / "files" / name, tmp_path / "again" / name) for name in OTHERS}
     assert not any(found.values()), found
 
