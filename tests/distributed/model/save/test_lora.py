@@ -17,8 +17,9 @@ from tests.distributed.engine.scripts import variants as actions
 from tests.distributed.engine.scripts.train import run_all
 from tests.lib.launcher import on_ranks
 from tests.lib.plain import assert_equals_plain_loop, load_result
-from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.recipes import merged, write_chats, write_recipe
 from tests.lib.tiny import tiny_checkpoint
+from tests.lib.variants import NO_TEACHER, assert_same_weights
 from tools.compressed import load_compressed
 from tools.evaluation.perplexity import load_for_evaluation
 
@@ -27,7 +28,7 @@ BESIDE = {
     "adapter": {"kind": "lora", "rank": 4, "alpha": 6.0, "merge": False},
     "learnable": NOTHING,
     "optim": {"lr": 1e-2},
-    "loss": {"kd_weight": 0.0, "teacher": None},
+    "loss": NO_TEACHER,
     "train": {"steps": 3, "gradient_accumulation_steps": 2},
     "quant": {"scheme": "w4a16_g32", "calibration_batches": 1},
     "export": {"enabled": True},
@@ -71,7 +72,7 @@ Runs = dict[str, tuple[str, int, str, dict]]
 
 
 def train_all(directory: Path, runs: Runs, action: str, models: dict[str, Path] | None = None) -> dict[str, Path]:
-    """Train all of them in one job; a recipe has BESIDE and its own sections."""
+    """Train all of them in one job; the sections of each are merged into BESIDE."""
     if models is None:
         models = {kind: tiny_checkpoint(directory / kind, kind, even=True) for kind in ("qwen3", "qwen3_moe")}
     chats, written = write_chats(directory / "chats.jsonl"), {}
@@ -81,9 +82,7 @@ def train_all(directory: Path, runs: Runs, action: str, models: dict[str, Path] 
         return str(models.get(earlier, directory / earlier / "export")) if name.startswith("{") else name
 
     for name, (kind, stage, dtype, sections) in runs.items():
-        whole = {**BESIDE, **sections}
-        for section in ("adapter", "quant", "train"):
-            whole[section] = {**BESIDE[section], **sections.get(section, {})}
+        whole = merged(BESIDE, sections)
         for section, key in (("adapter", "start"), ("loss", "teacher")):
             if whole[section].get(key):
                 whole[section] = {**whole[section], key: place(whole[section][key])}
@@ -137,8 +136,7 @@ def test_a_run_resumed_with_recomputed_layers_trains_bit_for_bit_alike(paths):
     whole, dropped, resumed = (load_result(paths[name]) for name in ("int4_3", "dropped_3", "resumed_3"))
     assert resumed["losses"] == dropped["losses"][2:] and dropped["losses"][0] == whole["losses"][0]
     assert dropped["losses"][1] != whole["losses"][1]
-    for name, value in dropped["weights"].items():
-        assert torch.equal(value, resumed["weights"][name]), name
+    assert_same_weights(resumed, dropped)
     for name, share in (("int4_3", 0.0), ("dropped_3", 0.3)):
         config = json.loads((export_of(paths, name) / "adapter" / "adapter_config.json").read_text())
         assert config["lora_dropout"] == share
