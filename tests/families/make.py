@@ -5,7 +5,7 @@ unless it has a rule that these numbers break, or a quirk of a published model t
 configurations are made small part by part.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,8 @@ def composite(config: PretrainedConfig) -> bool:
 def shrunk(model_type: str, options: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> PretrainedConfig:
     """The configuration of ``model_type`` with small sizes, and ``options`` and ``parts`` over them."""
     cls = CONFIG_MAPPING[model_type]
-    values = {key: value for key, value in SMALL.items() if key in _options_of(cls)}
+    known = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
+    values = {key: value for key, value in SMALL.items() if key in known}
     for name, part in (getattr(cls, "sub_configs", None) or {}).items():
         own = dict(parts.get(name, {}))
         kind = own.pop("model_type", None) or getattr(part, "model_type", "")
@@ -130,15 +131,11 @@ def shrunk(model_type: str, options: Mapping[str, Any], parts: Mapping[str, Mapp
     return cls(**{**values, **options})
 
 
-def _options_of(cls: type) -> set[str]:
-    return {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
-
-
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
     """Make a fresh model's weights tell: matrices large enough for logits to differ, norms and biases not neutral."""
     generator = torch.Generator().manual_seed(seed)
-    for _, parameter in _floating(model):
+    for parameter in (each for each in model.parameters() if each.is_floating_point()):
         spread = parameter.std().item() if parameter.numel() > 1 else 0.0
         if spread == 0:  # norms, biases, gates: whatever constant they begin with
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -148,7 +145,3 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if name in stored and "bias" in name and buffer.is_floating_point():  # corrections of the choice of experts
             buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
-
-
-def _floating(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    return ((name, value) for name, value in model.named_parameters() if value.is_floating_point())
