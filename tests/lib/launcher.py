@@ -57,9 +57,7 @@ def free_port() -> int:
         return port
 
 
-def launch(
-    script: Path | str, *args: object, ranks: int = 2, timeout: float = PATIENCE
-) -> subprocess.CompletedProcess[str]:
+def launch(script: Path | str, *args: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """Run ``script`` under the launcher and return what came of it: output of both streams together, exit code."""
     command = [find_launcher(), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(script)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": _path()}
@@ -71,7 +69,7 @@ def launch(
         check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=timeout,
+        timeout=PATIENCE,
     )
 
 

@@ -30,5 +30,10 @@ def test_two_ranks_equal_one_process(kind, tmp_path):
     before = read_tensors(source)
     assert any(not torch.equal(before[key], found[key]) for key in found)
 
-    code, output = run_waiting(SCRIPT, *options, "--out", one)
-    assert code == 1 and re.search(rf"error: rank 0: {one} is not empty", output) and "Traceback" not in output
+
+def test_a_job_ends_with_an_exit_code_and_the_text_once(tmp_path):
+    source, text = tiny_checkpoint(tmp_path / "model"), tmp_path / "text"
+    text.write_text(TEXT)
+    code, output = run_waiting(SCRIPT, "--model", source, "--text", text, "--out", source)
+    assert code == 1 and re.search(rf"error: rank 0: {source} is not empty", output), output
+    assert output.count("is not empty") == 1 and "Traceback" not in output, output
