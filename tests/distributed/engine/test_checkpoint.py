@@ -25,7 +25,7 @@ from tests.distributed.engine.scripts.train import run
 from tests.lib.fp16_cpu import allow_fp16_on_cpu
 from tests.lib.garbage import collect
 from tests.lib.launcher import on_ranks
-from tests.lib.recipes import STEPS, write_chats, write_ds_config, write_recipe
+from tests.lib.recipes import STEPS, merged, write_chats, write_ds_config, write_recipe
 from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER, assert_same_weights, each
 
@@ -133,27 +133,20 @@ def write_cases(directory: Path, cases: dict[str, Case]) -> None:
         model = tiny_checkpoint(directory / f"{kind}_{case}", kind, even="quant" in changes)
         fp16 = {"deepspeed": write_ds_config(directory, case, f"zero{stage}", fp16=FP16)} if dtype == "float16" else {}
         for name, every in (("straight", STEPS), ("resumed", 1)):
-            write_recipe(
-                directory,
-                f"{name}_{case}",
-                model,
-                data,
-                stage=stage,
-                dtype=dtype,
-                train={"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": every},
-                quant={"fake_quant_start": START, "calibration_batches": 0, **changes.get("quant", {})},
-                optim={
-                    "lr": 1e-2,
-                    **changes.get("optim", {}),
-                },  # one step must show in bf16 weights, and in their maxima
-                learnable={"act_scale": True, "norm": True, **changes.get("learnable", {})},
-                loss=NO_TEACHER,
-                export={"enabled": True},
-                schedule=changes.get("schedule", EVENTS),
+            sections = {
+                "train": {"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": every},
+                "quant": {"fake_quant_start": START, "calibration_batches": 0},
+                "optim": {"lr": 1e-2},  # one step must show in bf16 weights, and in their maxima
+                "learnable": {"act_scale": True, "norm": True},
+                "loss": NO_TEACHER,
+                "export": {"enabled": True},
+                "schedule": EVENTS,
                 # What reads its tokens from a cache has the samples of what reads the files.
-                data={"cache": str(directory / "tokens") if name == "resumed" else None, **changes.get("data", {})},
+                "data": {"cache": str(directory / "tokens") if name == "resumed" else None},
                 **fp16,
-            )
+            }
+            own = merged(sections, changes)
+            write_recipe(directory, f"{name}_{case}", model, data, stage=stage, dtype=dtype, **own)
 
 
 def run_cases(directory: Path, cases: Iterable[str]) -> dict[str, Any]:
