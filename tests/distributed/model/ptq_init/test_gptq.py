@@ -20,12 +20,13 @@ from quant import SCHEMES, replace_layers
 from quant.gptq import takes
 from tests.distributed.engine.test_adapters import MANY, every_scheme
 from tests.distributed.model.scripts.models import ds_config, loaded
-from tests.lib.checkpoints import quantized
+from tests.lib.checkpoints import differing, quantized
 from tests.lib.launcher import on_ranks, run_ranks
 from tests.lib.processes import run_python
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
+from tests.lib.variants import NO_TEACHER
 
 # launch/calibrate.py with fewer steps of tuning.
 CALIBRATE = """
@@ -34,7 +35,7 @@ from model.ptq_init import blockwise
 blockwise.STEPS = 30
 calibrate.main()
 """
-COMMON = {"loss": {"kd_weight": 0.0, "teacher": None}, "export": {"enabled": True}}
+COMMON = {"loss": NO_TEACHER, "export": {"enabled": True}}
 ROWS, STEPS = 4, 20  # of a micro-batch of a rank, and of tuning
 # One rank takes as many rows in a micro-batch as two take together.
 ONE, TWO = {"data": {"micro_batch_size": 2}, "stage": 0}, {"data": {"micro_batch_size": 1}, "stage": 3}
@@ -78,8 +79,7 @@ def made(tmp_path_factory):
 def test_two_ranks_choose_what_one_process_chooses(made):
     """Sums of the inputs are in fp64, and rows depend on no others: the codes and scales are the same."""
     (ours, said), (theirs, other) = made["two"], made["one"]
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+    assert not differing(ours, theirs)
     pattern = r"gptq: \d+ layers, \d+ samples, squared error of outputs (\S+), with nearest codes (\S+)"
     (chosen, nearest), (there, _) = (re.search(pattern, text).groups() for text in (said, other))
     few = (
@@ -104,8 +104,7 @@ def test_two_ranks_tune_as_one_process_does(made):
 
 
 def test_the_first_step_computes_with_the_codes(made):
-    ours, trained = made["two"][0], made["trained"][0]
-    assert [key for key in ours if not torch.equal(ours[key], trained[key])] == []
+    assert not differing(made["two"][0], made["trained"][0])
 
 
 def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from model.checkpoint.safetensors import INDEX
 from model.save.aside import remove_left
 from tests.distributed.model.save.scripts.save import SHARD
-from tests.lib.checkpoints import read_tensors, same_bits
+from tests.lib.checkpoints import differing, read_tensors
 from tests.lib.launcher import run_waiting
 from tests.lib.tiny import tiny_checkpoint
 
@@ -63,15 +63,10 @@ def case(run, request):
     return Exported(run, request.param)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Equal keys, dtypes and bits."""
-    return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
-
-
 def test_many_shards_hold_the_same_as_one(case):
     assert case.ranks[0]["one"]["files"] == ["model.safetensors"]
     assert not (case.directory / "one" / INDEX).exists()
-    assert same(case.tensors("one"), case.tensors("many"))
+    assert not differing(case.tensors("one"), case.tensors("many"))
     files = case.ranks[0]["many"]["files"]
     assert len(files) > 2
     assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
@@ -129,7 +124,7 @@ def test_the_rest_of_the_directory(case):
 
 def test_a_plain_export_is_the_trained_model(case):
     """Each parameter is as rank 0 saw it whole, after a step that moved them, and transformers finds all of them."""
-    assert same(case.tensors("plain"), case.plain) and not same(read_tensors(case.source), case.plain)
+    assert not differing(case.tensors("plain"), case.plain) and differing(read_tensors(case.source), case.plain)
     _, info = AutoModelForCausalLM.from_pretrained(case.directory / "plain", output_loading_info=True)
     assert not any(info.values()), info
 
