@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoTokenizer
 
 from data.chat import read_chat
@@ -25,6 +24,7 @@ from engine.loop import Loop, LoopState
 from engine.report import MEASURED, read_measured
 from model.ranks import rank
 from tests.distributed.engine.scripts.train import run
+from tests.lib.curves import curves
 from tests.lib.definitions import kd_loss
 from tests.lib.launcher import on_ranks
 from tests.lib.plain import QUANTIZED_RTOL, load_result, plain_model, plain_weights
@@ -212,8 +212,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_knows_the_last_evaluation(ran):
 def test_the_best_checkpoint_is_the_one_of_the_smallest_loss(ran):
     """Also where a signal ended the last step, which was saved without an evaluation: the run that goes on makes it."""
     directory, found, _ = ran
-    points = curves(directory / "straight")
-    values = dict(points["eval/lm"])
+    values = dict(curves(directory / "straight")["eval/lm"])
     best = best_checkpoint(directory / "straight" / "checkpoints")
     assert best is not None and best.step == min(values, key=values.__getitem__) == STEPS
     assert (directory / "straight" / "checkpoints" / best.name / "state.json").is_file()
@@ -225,9 +224,3 @@ def test_curves_have_one_point_at_a_step(ran):
     steps = {tag: [step for step, _ in points] for tag, points in curves(ran[0] / "straight").items()}
     assert steps["kd/forward_kl"] == steps["loss/lm"] == list(range(1, STEPS + 1))
     assert steps["eval/lm"] == steps["eval/kd/cakld"] == list(range(0, STEPS + 1, EVERY))
-
-
-def curves(output: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(output / "tensorboard"))
-    events.Reload()
-    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

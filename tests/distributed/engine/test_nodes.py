@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.cluster import nodes
 from engine.config.reading import load_recipe
@@ -24,6 +23,7 @@ from launch.evaluate import main as evaluate
 from launch.exits import clean_exit
 from launch.train import main as train
 from tests.lib.checkpoints import edit_tensors
+from tests.lib.curves import curves
 from tests.lib.forked import Job
 from tests.lib.hosts import Host, NoNamespaces, network
 from tests.lib.patience import PATIENCE, until
@@ -94,18 +94,15 @@ def rank(machines: list[Path], case: "Case") -> None:
     train()
 
 
-def one_weight() -> None:
-    """Change one element of a tensor that has others on both sides, and in its file too."""
+def other_files() -> None:
+    """Change one element of a tensor on rank 1, which has others on both sides, and in its file too; and give each
+    machine a large file in the model's folder, of which a byte in the middle differs."""
     name = "model.layers.1.mlp.up_proj.weight"
 
     def one(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name][40, 20] += 1
+        tensors[name][40, 20] += int(os.environ["RANK"])
 
     edit_tensors(Path("model"), name, one)
-
-
-def one_byte() -> None:
-    """Give each machine a large file in the model's folder, of which a byte in the middle differs."""
     with Path("model/large.bin").open("wb") as file:
         file.truncate(2**26 + 2**25)
         file.seek(2**25 + 2**23 + 2**22)
@@ -217,8 +214,12 @@ CASES = {
     "output": Case([1, 1], ("error: output_dir: 'out' of {host} (rank 1) is not that of {host} (rank 0), expected a",)),
     "data_missing": Case([1, 2], ("data.train[0]: 'chats.jsonl' (in ",), Path("chats.jsonl").unlink),
     "data": Case([1, 1], (DIFFER, "data (tokens and labels): 48 samples, digest "), another_order),
-    "weights": Case([1, 1], (DIFFER, "model.path model (files): model.safetensors: "), one_weight),
-    "byte": Case([1, 1], (DIFFER, "model.path model (files): large.bin: "), one_byte, both=True),
+    "files": Case(
+        [1, 1],
+        (f"{DIFFER}model.path model (files): large.bin: ", "; model.path model (files): model.safetensors: "),
+        other_files,
+        both=True,
+    ),
     "bad_argument": Case([1, 2], ("optim.lr: -1.0, expected",), lambda: sys.argv.extend(("--optim.lr", "-1"))),
     "several": Case(
         [1, 1],
@@ -376,9 +377,7 @@ def test_the_strategy_for_slow_networks_trains_as_zero3_does_and_sends_less(clus
         codes, said = cluster.end()
         assert codes == [0, 0], said
         sent.append(cluster.hosts[0].sent() - before)
-        events = EventAccumulator(str(run / "tensorboard"))
-        events.Reload()
-        losses.append([point.value for point in events.Scalars("loss/total")])
+        losses.append(curves(run)["loss/total"])
         exports.append({file.name: file.read_bytes() for file in (run / "export").glob("*.[sj]*")})
     assert len(losses[0]) == 3 and losses[0] == losses[1]
     assert exports[0] == exports[1] and "model.safetensors" in exports[0]
