@@ -18,6 +18,7 @@ from engine.state import NoSamplesError
 from model.ranks import RankError
 from tests.distributed.engine.scripts.train import run
 from tests.distributed.engine.test_kills import run_and_kill
+from tests.lib.curves import points
 from tests.lib.fake_vllm import FakeVllm, listening
 from tests.lib.forked import Job
 from tests.lib.launcher import on_ranks
@@ -146,8 +147,7 @@ def test_a_killed_run_goes_on_with_stored_answers_to_the_same_weights(ran):
     assert re.findall(r"^step 4: its samples were stored before the restart", output, re.MULTILINE) == [
         "step 4: its samples were stored before the restart"
     ]
-    curves = [json.loads(line) for line in (base / "straight" / "metrics.jsonl").read_text().splitlines()]
-    ages = [line["on_policy/age"] for line in curves if "on_policy/age" in line]
+    ages = [line["on_policy/age"] for line in points(base / "straight") if "on_policy/age" in line]
     assert ages == [step % 2 for step in range(STEPS)]
     assert {name.name for name in (base / "straight" / "samples").iterdir()} <= {
         f"step_{step:08d}.json" for step in range(2, STEPS)
@@ -225,8 +225,7 @@ def test_a_run_that_gets_sigkill_goes_on_to_the_same_bits(tmp_path):
 
 def losses_in(output: Path) -> dict[int, float]:
     """The last loss that was logged of each step."""
-    points = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-    return {point["step"]: point["loss/total"] for point in points if "loss/total" in point}
+    return {point["step"]: point["loss/total"] for point in points(output) if "loss/total" in point}
 
 
 def main() -> None:
