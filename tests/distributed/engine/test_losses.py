@@ -16,18 +16,18 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data.loader import valid_tokens
+from data.loader import MicroBatch, valid_tokens
 from data.samples import IGNORE
 from data.teacher_cache import CACHE_DTYPES, TeacherCache
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.losses.objective import KD_KINDS, LossChunk
 from engine.session.probes import needs_mask
+from model.ranks import rank
 from model.save.export_model import export_model
 from quant import SCHEMES
 from quant.reference import absmax_scale, fake_quant
 from tests.distributed.engine.scripts.train import end_of
-from tests.distributed.engine.scripts.variants import rank_1_without_targets
 from tests.lib.checkpoints import load_model, quantized
 from tests.lib.definitions import kd_loss, lm_loss
 from tests.lib.host_waits import HostWaits
@@ -99,6 +99,23 @@ def gathers(loop: Loop, seen: dict[str, Any]) -> None:
         mode.__exit__(None, None, None)
         seen["gathers"] = mode.sizes
         state.stop()
+
+
+def rank_1_without_targets(loop: Loop, seen: dict[str, Any]) -> None:
+    """Rank 1 has no token with a target."""
+
+    @loop.at(0)
+    def mask(state: LoopState) -> None:
+        step = state.loader.step
+
+        def masked(k: int) -> list[MicroBatch]:
+            batches = step(k)
+            for batch in batches:
+                batch["labels"].fill_(IGNORE)
+            return batches
+
+        if rank() == 1:
+            state.loader.step = masked
 
 
 def without_mask(loop: Loop, seen: dict[str, Any]) -> None:

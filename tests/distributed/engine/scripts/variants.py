@@ -4,34 +4,9 @@ from typing import Any
 
 import torch
 
-from data.loader import Loader, MicroBatch
 from engine.loop import Loop, LoopState
-from model.ranks import rank
 from model.zero import gathered
 from quant.linear import linears_of
-
-
-class OnlyRankZero(Loader):
-    """The batches of a loader, of which rank 1 has no target."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.__dict__ = loader.__dict__
-
-    def step(self, k: int) -> list[MicroBatch]:
-        """The micro-batches of step ``k``."""
-        batches = super().step(k)
-        if rank() == 1:
-            for batch in batches:
-                batch["labels"].fill_(-100)
-        return batches
-
-
-def rank_1_without_targets(loop: Loop, seen: dict[str, Any]) -> None:
-    """Rank 1 has no token with a target."""
-
-    @loop.at(0)
-    def mask(state: LoopState) -> None:
-        state.loader = OnlyRankZero(state.loader)
 
 
 def used_weights(loop: Loop, seen: dict[str, Any]) -> None:
