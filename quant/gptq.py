@@ -77,8 +77,9 @@ def compensate(weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, 
     """Compute weights whose nearest codes are GPTQ's codes: each element with the value that GPTQ rounds, which
     compensates for the errors of the columns rounded before.
 
-    Arguments and errors are those of :func:`choose`. ``dtype`` is the model's, to which the product of code and scale
-    is rounded. Returns fp32 ``[rows, in]``, to be quantized with the same scales.
+    ``weight``, ``gram`` and errors are as in :func:`choose`; ``scale.s0`` is the effective scale ``[rows, groups]`` of
+    these rows. ``dtype`` is the model's, to which the product of code and scale is rounded. Returns fp32
+    ``[rows, in]``, to be quantized with the same scales.
     """
     order = gram.diagonal().argsort(descending=True, stable=True)
     factor = _factor(gram[order][:, order]).float()

@@ -14,8 +14,8 @@ as well.
 
 For inputs, an :class:`Observer` tracks the largest magnitude over many batches, the number of clipped elements, and
 optionally a histogram of magnitudes (:func:`scale_from_histogram`). Statistics stay on the device and are never read
-here, so that observing costs no host synchronization (except a histogram on CUDA, whose bincount waits for the device).
-The caller reads them and reduces over ranks.
+here, so that observing costs no host synchronization (except a histogram on CUDA, whose bincount waits for the device,
+and clipped inputs of separate experts in a padded batch). The caller reads them and reduces over ranks.
 """
 
 import math
@@ -63,13 +63,14 @@ class _Tokens:
     None if all have."""
 
     mask: Tensor | None = None
-    count = 0
+    count: int | None = 0
 
 
 @contextmanager
-def only_tokens(mask: Tensor, count: int) -> Iterator[None]:
+def only_tokens(mask: Tensor, count: int | None) -> Iterator[None]:
     """Context for a forward of a padded batch: observers ignore its padding, which is never served. ``mask``: bool
-    [B, T], on the inputs' device, True at the ``count`` positions that have tokens."""
+    [B, T], on the inputs' device, True at the ``count`` positions that have tokens. With None, an observer that needs
+    the count computes it, for which the host waits."""
     before = _Tokens.mask, _Tokens.count
     _Tokens.mask, _Tokens.count = mask, count
     try:
@@ -84,12 +85,13 @@ def only_rows_of_tokens(token: Tensor, positions: int, per_token: int | None) ->
     Args:
         token: [rows], for each row of the inputs its index among the batch's B T positions.
         positions: B T; without effect if the mask has another number.
-        per_token: number of rows of each position; None if it varies: then the host waits for the device.
+        per_token: number of rows of each position; None if it varies.
     """
     if _Tokens.mask is None or _Tokens.mask.numel() != positions:
         return nullcontext()
     rows = _Tokens.mask.flatten()[token]
-    return only_tokens(rows, int(rows.sum()) if per_token is None else per_token * _Tokens.count)
+    known = _Tokens.count
+    return only_tokens(rows, None if per_token is None or known is None else per_token * known)
 
 
 class Observer:
@@ -129,7 +131,9 @@ class Observer:
             return
         count, tokens = x.numel(), _mask_for(x)
         if tokens is not None:
-            x, count = x.detach().masked_fill(~tokens, 0), count // tokens.numel() * _Tokens.count
+            x = x.detach().masked_fill(~tokens, 0)
+            if self.histogram is not None or scale is not None:
+                count = count // tokens.numel() * (int(tokens.sum()) if _Tokens.count is None else _Tokens.count)
         self.absmax = torch.maximum(self.absmax.to(x.device), kernels.amax(x)[0])
         if self.histogram is not None:
             bits = x.detach().to(torch.bfloat16).abs().view(torch.int16).flatten()

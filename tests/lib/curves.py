@@ -1,4 +1,4 @@
-"""What a run has logged: TensorBoard's scalars, and the points of metrics.jsonl."""
+"""Read the logs of a run: TensorBoard's scalars, and the lines of metrics.jsonl."""
 
 import json
 from pathlib import Path
