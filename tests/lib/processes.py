@@ -30,6 +30,7 @@ COMMON = (
     "launch.export",
     "launch.train",
     "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "tensorboard.plugins.hparams.metadata",
     "tests.families.variants",
     "tests.lib.processes",

@@ -45,7 +45,7 @@ def half(stage: int) -> dict[str, Variant]:
 
 DENSE, MOE = "qwen3 tied", "qwen3_moe"
 BOTH = ("float32", "bfloat16")
-CODED = {"stage": 3, "quant": {"calibration_batches": 2, "quantized_all_gather": True}}
+CODED = {"stage": 3, "train": TWICE, "quant": {"calibration_batches": 2, "quantized_all_gather": True}}
 # The rest comes with the large counts: 2 is 1 with gradients in partitions.
 RUNS = {
     **stages(DENSE, (0, 1, 3), BOTH),
@@ -54,11 +54,11 @@ RUNS = {
     # With learned scales, whose gradients are then summed up after the reduction.
     "coded": Variant(CODED, MOE),
     # Layers are gathered as codes, lm_head is not, since its weight is also looked up.
-    "tied": Variant({"stage": 3, "quant": {**CODED["quant"], "embedding": "w8a16_channel", "lm_head": "tied"}}, DENSE),
+    "tied": Variant({**CODED, "quant": {**CODED["quant"], "embedding": "w8a16_channel", "lm_head": "tied"}}, DENSE),
     # As users name it: small parameters stay gathered between steps.
     "offload": Variant({"stage": 3, "deepspeed": "zero3_offload"}, "llama"),
     "offload_param": Variant({"stage": 3}, "llama", shipped="zero3_offload_param"),
-    "hpz": Variant({"stage": 3}, "llama", shipped="zero3_hpz"),
+    "hpz": Variant({"stage": 3, "train": TWICE}, "llama", shipped="zero3_hpz"),
 }
 MIXED = {
     "scheme": "w4a16_g32",
@@ -73,7 +73,7 @@ ROTATED = {"scheme": "mxfp4_mxfp8", "rotate": [r".*\.o_proj"], "rotate_block": 6
 
 
 def scheme(stage: int, quant: dict[str, Any], **sections: Any) -> Variant:
-    return Variant({"stage": stage, "quant": quant, **sections}, EVEN)
+    return Variant({"stage": stage, "quant": quant, **sections, "train": {**TWICE, **sections.get("train", {})}}, EVEN)
 
 
 SCHEMES = {
@@ -84,7 +84,7 @@ SCHEMES = {
     "clipping-3": scheme(3, FOLLOWING),
     "shifted-3": scheme(3, {**FOLLOWING, "scheme": "shifted", "schemes": {"shifted": SHIFTED}}),
     "absmax-2": scheme(2, FOLLOWING, learnable={"weight_scale": False}),
-    # Its statistics, which are logged every second step, need the global scales that no rank holds whole.
+    # Its statistics need the global scales that no rank holds whole.
     "nvfp4-3": scheme(3, {"scheme": "nvfp4"}),
     # Global scales of inputs are measured over both ranks' batches; the scales below them follow every token.
     "nvfp4-inputs-3": scheme(3, {"scheme": "nvfp4_w4a4", "calibration_batches": 2}),
