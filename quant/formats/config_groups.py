@@ -186,7 +186,7 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
             if target == "Embedding" and any("embed" in other for other in targets):
                 continue
             if target in named:
-                raise ValueError(f"{key}.targets has {target!r}, which another group has too")
+                raise ValueError(f"{key}.targets has {target!r}, which another group has too: keep one")
             if target != "Linear" and re.fullmatch(r"[A-Z]\w*", target):
                 raise ValueError(f"{key}.targets has {target!r}, expected 'Linear', module names or 're:' patterns")
             named[target] = scheme

@@ -81,16 +81,16 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
     try:
         text = Path(path).read_bytes().decode("utf-8")  # newlines are not translated: bytes count as in the file
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a UTF-8 text file ({error})") from error
+        raise ValueError(f"{path}: not UTF-8 text ({error}): convert it, such as with iconv") from error
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if max_tokens is not None and len(ids) > max_tokens:
         ids = ids[:max_tokens]
         text = str(tokenizer.decode(ids))
     if not ids or not text.strip():
-        raise ValueError(f"{path}: no text to evaluate on")
+        raise ValueError(f"{path}: no text to evaluate on, expected words")
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
-        raise ValueError("the tokenizer has neither a BOS nor an EOS token to predict the first token from")
+        raise ValueError("the tokenizer has neither a BOS nor an EOS token to predict the first token from: define one")
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return EvalText(ids, len(re.split(r"\s+", text.strip())), len(text.encode()), prefix, digest)
 

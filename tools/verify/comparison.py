@@ -247,7 +247,8 @@ def check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path
     largest = max((int(ids.max()) for ids in batches), default=0)
     if largest >= count:
         raise ValueError(
-            f"{export} has the tokenizer of another model: it gives token {largest}, but the model has {count} tokens"
+            f"{export} has the tokenizer of another model: it gives token {largest}, but the model has {count} tokens: "
+            "copy the model's own tokenizer there"
         )
 
 

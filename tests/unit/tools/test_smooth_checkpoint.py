@@ -93,7 +93,7 @@ BAD = {
     "missing": r"missing: .*mlp.up_proj.weight",
     "range": r"mlp.up_proj.weight would leave the range of torch.float16: set a lower --strength",
     "infinite": r"the outputs of model.layers.1.input_layernorm.weight, .* have NaN or Inf on .*text: check the che",
-    "text": "text: no text to evaluate on",
+    "text": "text: no text to evaluate on, expected words",
     "destination": "is a file, expected a directory",
 }
 

@@ -241,7 +241,7 @@ def test_verify_asks_for_what_it_compares_with(exports, capsys, layout, engine):
 @pytest.mark.parametrize("layout", FORMATS)
 def test_tokens_of_another_model_are_refused(exports, layout):
     """Some engines read beyond their embeddings."""
-    with pytest.raises(ValueError, match="has the tokenizer of another model: it gives token 5000, but the model"):
+    with pytest.raises(ValueError, match=r"has the tokenizer of another model: it gives token 5000, .*: copy the "):
         compared(layout, *exports(layout)["qwen3"], [torch.tensor([[1, 5000]])])
 
 

@@ -185,7 +185,7 @@ GROUP = "config_groups.group_0"
     [
         (lambda c, g: c.update(quant_method="fp8"), "quant_method is 'fp8'"),
         (lambda c, g: g.update(targets=["Embedding"]), f"{GROUP}.targets has 'Embedding', expected 'Linear'"),
-        (lambda c, g: c["config_groups"].update(again=g), "config_groups.again.targets has 'Linear', which another"),
+        (lambda c, g: c["config_groups"].update(again=g), "'Linear', which another group has too: keep one"),
         (lambda c, g: g.update(output_activations={}), f"{GROUP}.output_activations is set"),
         (lambda c, g: g.pop("weights"), f"{GROUP}.weights is missing"),
         (lambda c, g: g.update(format="pack-quantized"), f"{GROUP}.format is 'pack-quantized', expected 'float-qu"),
