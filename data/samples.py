@@ -179,7 +179,7 @@ class Samples(Sequence[Sample]):
 
 
 def samples_of(given: Iterable[Sample]) -> Samples:
-    """Return samples as `Samples`."""
+    """Copy samples into the flat arrays of a `Samples`; return a `Samples` unchanged."""
     if isinstance(given, Samples):
         return given
     samples, codes = list(given), dict[str, int]()

@@ -152,8 +152,8 @@ def finish(directory: Path, manifest: Manifest) -> None:
 
 
 class TeacherCache:
-    """Cache opened for reading. Raises CacheError if it is incomplete or of another format, or a file's size differs
-    from the manifest's."""
+    """Cache in ``directory``, opened for reading. Raises CacheError if it is incomplete or of another format, or a
+    file's size differs from the manifest's."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)

@@ -125,9 +125,9 @@ class Ends:
         return self.texts_in(text[: match.start()] if match else text)
 
     def first(self, text: str, start: int = 0) -> Span | None:
-        """Return the range of the token that ends a turn, from ``start`` on: the first token that may end it. If
-        generation does not stop there, and only whitespace and such tokens separate it from one at which generation
-        stops, that one. None if there is none."""
+        """Return the range of the token that ends a turn, from ``start`` on; None if there is none. This is the first
+        token that may end a turn, or, if only whitespace and such tokens separate it from one at which generation
+        stops, the latter."""
         end = None
         for match in self._pattern.finditer(text, start):
             if end is not None and text[start : match.start()].strip():

@@ -302,7 +302,7 @@ class Summary:
 
     @property
     def last(self) -> dict[str, float]:
-        """Map each loss to the mean of its last values (``recent``)."""
+        """Map each loss to the mean of its values in ``recent``."""
         return {name: math.fsum(values) / len(values) for name, values in self.recent.items()}
 
     def text(self, *, devices: int, evaluations: tuple[Mapping, Mapping]) -> str:

@@ -210,7 +210,8 @@ class Measured:
 
 
 class MemoryWatch:
-    """Measures parameters, gradients and optimizer states on this rank in the first step after its creation."""
+    """Measures the bytes of parameters, gradients and optimizer states on this rank, in the first step after its
+    creation."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         """Watch ``model``, the student, and ``optimizer``, the one of the student's engine."""

@@ -532,8 +532,8 @@ def _torchtune_quantizer(source: ForeignRecipe, made: Converted) -> None:
 
 
 def converted_recipe(contents: dict[str, Any]) -> Converted:
-    """Convert the contents of a configuration file. Raises ValueError if it is of neither tool, or of
-    AngelSlim but not for QAT or QAD."""
+    """Convert the contents of a configuration file of AngelSlim (QAT or QAD) or torchtune (QAT). Raises ValueError for
+    any other file."""
     source = ForeignRecipe(contents)
     tools: list[tuple[str, Callable[[ForeignRecipe], Converted]]] = [
         ("compression", from_angelslim),

@@ -144,7 +144,8 @@ def check_results(path: Path, option: str) -> None:
 
 
 def write_results(path: Path, found: Sequence[Evaluation]) -> None:
-    """Write the results on rank 0; a collective. Raises RankError on every rank if the file cannot be written."""
+    """Write the results as JSON on rank 0; a collective. Raises RankError on every rank if the file cannot be
+    written."""
     with errors_on_all_ranks(OSError, ValueError):
         if is_main():
             write_evaluations(path, found)

@@ -62,7 +62,8 @@ class PeftSource:
     base: str | None
 
     def pair(self, name: str) -> tuple[Tensor, Tensor]:
-        """Read A and B of the module ``name``. Raises ValueError unless all values are finite floats."""
+        """Read A ``[rank, in]`` and B ``[out, rank]`` of the module ``name``, in the file's dtype. Raises ValueError
+        unless all values are finite floats."""
         with safe_open(self.directory / WEIGHTS, "pt") as file:
             found = {key: file.get_tensor(key) for key in self.keys[name]}
         for key, tensor in found.items():

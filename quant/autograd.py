@@ -177,8 +177,8 @@ class Arguments(NamedTuple):
         return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
 
     def merged(self, plan: Plan) -> "Arguments":
-        """Return the arguments with the adapter merged into the weight (first decoded if packed), or with the
-        decoupled scale if the plan quantizes the weight; unchanged without either."""
+        """Return the arguments with another weight: the adapter is merged into the weight (decoded first if packed),
+        or, if the plan quantizes the weight, its decoupled scale is multiplied in; unchanged without either."""
         if self.code_theta is not None and plan.weight is not None:
             return self._replace(weight=weight_for_codes(self.weight, self.code_theta, plan.weight))
         if self.lora_a is None:

@@ -45,7 +45,7 @@ class DecoupledScale:
 @torch.no_grad()
 def weight_for_codes(weight: Tensor, code_theta: Tensor, spec: TensorSpec) -> Tensor:
     """Compute ``weight * exp(code_theta)``, rounded once to the weight's dtype: a new tensor without a gradient. The
-    weight is ``[out, in]``, or a stack ``[E, out, in]``."""
+    weight is ``[out, in]``, or a stack ``[E, out, in]``; ``code_theta`` has the shape of its scale."""
     return kernels.multiply_runs(weight, per_run(code_theta, weight.shape, spec))
 
 

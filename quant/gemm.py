@@ -38,8 +38,9 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weight.t() + bias``, ``[..., in]`` to ``[..., out]``; differentiable. A stack has ``offsets`` and
-    no bias; its Parameter itself is saved for backward: a view of it would keep the tensor gathered by ZeRO-3 alive."""
+    """Compute ``x @ weight.t() + bias``, ``[..., in]`` to ``[..., out]``, all in one dtype; differentiable. A stack has
+    ``offsets`` (see the module) and no bias; its Parameter itself is saved for backward: a view of it would keep the
+    tensor gathered by ZeRO-3 alive."""
     return F.linear(x, weight, bias) if offsets is None else _StackFunction.apply(x, weight, offsets)
 
 
@@ -81,6 +82,7 @@ def scaled_linear(
         weight: codes ``[out, in]``, multiples of 16; or a stack ``[E, out, in]``, if :func:`takes_codes_of_stacks`.
         bias: ``[out]``; None for a stack.
         dtype: dtype of the result.
+        offsets: for a stack, see the module; else None.
         fast_accum: accumulate in Hopper's tensor cores, in fewer bits than fp32, as vLLM does (see
             docs/how_a_layer_computes.md); otherwise partial sums are moved to fp32 regularly. CPUs always add in fp32.
 
@@ -145,7 +147,7 @@ def _scaled_mm(
 
 
 def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-    """Compute ``grad @ weight``: ``[rows, out]`` to ``[rows, in]``; ``offsets`` only for a stack."""
+    """Compute ``grad @ weight`` in one dtype: ``[rows, out]`` to ``[rows, in]``; ``offsets`` of a stack, else None."""
     if offsets is None:
         return grad @ weight
     if _only_shapes(grad):

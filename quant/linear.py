@@ -235,9 +235,9 @@ class QuantLinear(QuantLayer):
         input: Scale | None,
         weight_numel: int,
     ) -> None:
-        """Take over the Parameter objects of ``linear``, without a copy, and add scales made of Parameters. Raises
-        ValueError if scheme and scales do not agree, or groups of the weight or input do not divide
-        ``in_features``."""
+        """Take over the Parameter objects of ``linear``, without a copy, and add scales made of Parameters; ``input``
+        is None if the scheme stores no input scale. Raises ValueError if scheme and scales do not agree, or groups of
+        the weight or input do not divide ``in_features``."""
         size = {"in_features": linear.in_features, "out_features": linear.out_features}
         super().__init__(linear, scheme, **size, weight=weight, input=input)
         check_sizes(LinearPart("", **size), scheme)

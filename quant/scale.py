@@ -101,8 +101,8 @@ def have_codes(values: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def snap_to_codes(weight: Tensor, decoded: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Replace each element of ``weight`` that does not round to its code in ``codes`` by the dequantized code,
-    ``decoded``."""
+    """Return a copy of ``weight`` in which each element that does not round to its code in ``codes`` is replaced by
+    the dequantized code, ``decoded``; all have one shape."""
     return torch.where(have_codes(weight, codes, quantizer), weight, decoded)
 
 

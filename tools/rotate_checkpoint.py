@@ -89,7 +89,8 @@ STREAM, VALUES = "stream", "values"  # the two rotations
 
 @dataclass(frozen=True)
 class Change:
-    """Change of one tensor of the checkpoint by the rotations of residual stream (STREAM) and head values (VALUES)."""
+    """Change of one tensor of the checkpoint by the rotations of residual stream (STREAM) and head values (VALUES);
+    None where nothing changes."""
 
     norm: str | None = None  # key of the RMSNorm whose weights multiply the columns
     rows: str | None = None  # rotation of the first axis, STREAM or VALUES

@@ -177,7 +177,7 @@ def load_resharded(
     session: Session, path: Path, layouts: list[list[OptimizerPiece]], stage: int, left_out: LeftOut
 ) -> None:
     """Load parameters, masters, moments, step counts and the engine's counters from the files of ``len(layouts)`` old
-    ranks.
+    ranks into ``session``.
 
     Runs no collective; call :func:`model.zero.use_masters` afterwards, if no rank has raised.
 

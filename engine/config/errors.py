@@ -156,7 +156,7 @@ def parse_size(text: str) -> int | None:
 
 
 def each(of_items: dict[str, Any]) -> dict[str, Any]:
-    """Return metadata of a list whose items must satisfy the metadata ``of_items``."""
+    """Return metadata of a field that holds a list, each item of which must satisfy the metadata ``of_items``."""
     return {CHECK: of_items[CHECK], "each": True}
 
 

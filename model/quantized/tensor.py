@@ -93,8 +93,8 @@ class QuantizedTensor:
         return codes, values
 
     def rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
-        """Read the codes ``[rows, in]`` of some rows, and a quantizer with their scales, for values in ``dtype``. Its
-        range of codes is the full one, even if the scheme's is narrow."""
+        """Read the codes ``[rows, in]`` of some rows, and a quantizer with their scales, for values in ``dtype``. The
+        quantizer's range of codes is the full one, even if the scheme's is narrow."""
         spec = self.scheme.weights.wide  # narrow range was judged by a sample: :mod:`model.quantized.narrow_range`
         codes = self.codes_of_rows(reader, rows).to(device)
         scale = self.scale_of_rows(reader, rows).to(device)

@@ -66,9 +66,9 @@ def write_config(
     as_source: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Write config.json: the source's, with ``dtype`` (None keeps the source's) and the quantization_config that
-    describes the tensors of ``items`` (``as_source`` keeps the source's, without the key of :func:`rounds_scales`); for
-    ``modelopt`` also hf_quant_config.json.
+    """Write config.json: the one of ``source``, with ``dtype`` (None keeps its dtype) and a quantization_config that
+    describes the tensors of ``items``. With ``as_source`` its own quantization_config stays, without ``scale_fmt``
+    where :func:`rounds_scales` is True. For the layout ``modelopt``, also write hf_quant_config.json.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
     attention implementation) do not leak into it. If nothing is to edit, it is copied.

@@ -135,9 +135,9 @@ def is_expert(name: str) -> bool:
 
 
 def fused_there(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Create a function that tells by a module's name if it belongs to experts that transformers keeps in fused
-    parameters when it loads a quantized checkpoint, and so dequantizes. For some classes of experts it creates
-    quantized Linears instead; these give False."""
+    """Create a function that returns True for the name of a module of experts that transformers dequantizes into fused
+    parameters when it loads a quantized checkpoint. It returns False for other modules, and for experts of the classes
+    for which transformers creates quantized Linears."""
     kinds = ((name, getattr(module, "replaces", "")) for name, module in model.named_modules())
     linears = tuple(f"{name}." for name, kind in kinds if linears_of_quantized(kind) is not None)
     return lambda name: is_expert(name) and not name.startswith(linears)

@@ -76,8 +76,8 @@ def local_data(parameter: Tensor) -> Tensor:
 
 
 def partition_of(parameter: Tensor) -> Tensor:
-    """Return this rank's chunk of a partitioned parameter. Raises RuntimeError if the values are in a file on NVMe, or
-    stored as integer codes."""
+    """Return this rank's chunk of a partitioned parameter, 1-D with its padding, not a copy. Raises RuntimeError if
+    the values are in a file on NVMe, or stored as integer codes."""
     partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
     if partition.final_location is OffloadDeviceEnum.nvme:  # type: ignore[attr-defined]
         raise RuntimeError(

@@ -150,7 +150,8 @@ def dequantized_weight(
     dtype: torch.dtype = torch.float32,
     zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dequantize a weight's codes [out, in] to ``dtype``, in chunks of rows."""
+    """Dequantize a weight's codes [out, in] to ``dtype`` in CPU memory, in chunks of rows. ``scale`` is effective, fp32
+    in the shape of :meth:`quant.spec.TensorSpec.scale_shape`; ``zero`` has zero points in this shape, or is None."""
     weight = torch.empty(codes.shape, dtype=dtype)
     for rows in _row_chunks(codes.shape, spec):
         of_rows, zero_of_rows = scales_of_rows(rows, scale, zero, spec)

@@ -149,9 +149,9 @@ def layout_config(
     """Build the ``quantization_config`` of config.json; None for the layouts dequantized, gguf and mlx. Errors: see
     :func:`quant.formats.config_groups.quantization_config` and :func:`quant.formats.modelopt.modelopt_config`.
 
-    Arguments are those of the former and of :func:`quant.formats.config_groups.ignore_patterns`. ``copied`` are names
-    on disk of unquantized modules that are copied and not part of the model, such as a vision tower; for ``vllm_fp8``
-    the names of their Linears.
+    For the other arguments see :func:`quant.formats.config_groups.quantization_config` and
+    :func:`quant.formats.config_groups.ignore_patterns`. ``copied`` are names on disk of unquantized modules that are
+    copied and not part of the model, such as a vision tower; for ``vllm_fp8`` the names of their Linears.
     """
     if layout in ("dequantized", "gguf", "mlx"):
         return None

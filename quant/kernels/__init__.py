@@ -40,7 +40,8 @@ def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
-    """Compute the scale ``s0 * exp(theta)``, rounded to its stored format, without a gradient; may be ``s0`` itself.
+    """Compute the scale ``s0 * exp(theta)``, fp32 in the shape of ``s0``, rounded to its stored format, without a
+    gradient; may be ``s0`` itself.
     Here and in other functions, callers in backward give a gradient as ``after``, which does not affect the result, but
     keeps ``torch.compile`` from storing the forward's result for backward (:mod:`quant.kernels.operators`)."""
     (s0, theta, above, _), spec, dtype = quantizer

@@ -142,7 +142,8 @@ class Comparison:
         return found
 
     def rows(self, measure: str) -> list[tuple[str, ...]]:
-        """Return the cells of a table: column names, the unquantized model, then a row per scheme."""
+        """Return the cells of the table of the metric ``measure``: column names, the unquantized model, then a row per
+        scheme."""
         bf16, size = self.bf16.measurements[measure], self.bf16.weights_bytes
         rows: list[tuple[str, ...]] = [("", self.level, "PTQ", "QAT", "recovered", "file", f"of {self.level}")]
         rows.append((self.level, shown_measurement(bf16), "", "", "", shown_size(size), ""))

@@ -328,7 +328,7 @@ def possible(recipe: Recipe) -> Iterator[Saving]:
 
 @dataclass
 class Advisor:
-    """Predictor of the memory of ``recipe`` with changes."""
+    """Predictor of the memory of ``recipe`` with some options changed."""
 
     recipe: Recipe
     ranks: int

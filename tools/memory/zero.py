@@ -207,8 +207,8 @@ class Inventory:
 def take_inventory(
     model: PreTrainedModel, optim: OptimRecipe | None, as_codes: Iterable[nn.Parameter] = ()
 ) -> Inventory:
-    """List the Parameters of a model on the meta device, of which the same train as in the run. ``optim`` is None for a
-    frozen model, which has no parameter groups; ``as_codes`` are the weights whose codes are gathered."""
+    """List the Parameters of a model on the meta device; those that train in the run must require a gradient. ``optim``
+    is None for a frozen model, which has no parameter groups; ``as_codes`` are the weights whose codes are gathered."""
     made = sorted(classify(model), key=lambda owned: owned.kind in ADDED)
     whole = {id(parameter) for parameter in to_be_whole(one.parameter for one in made if one.kind in SCALES)}
     coded = {id(parameter) for parameter in as_codes}
