@@ -34,7 +34,8 @@ def smooth_checkpoint(
 ) -> tuple[int, int]:
     """Write ``source``, a plain Hugging Face checkpoint, with smoothed weights to a new directory ``out``: the same
     function, computed in fp64 and rounded once. Return the numbers of tensors written and of norms changed. Ranks share
-    the model that reads the first ``tokens`` tokens of ``text`` (ZeRO-3), and rank 0 writes; a collective.
+    the model that reads the first ``tokens`` tokens of the UTF-8 file ``text`` (ZeRO-3), and rank 0 writes; a
+    collective.
 
     ``strength`` is the exponent of the magnitudes: 0 changes nothing, and with 1 all features have the same magnitude.
 
