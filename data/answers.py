@@ -344,8 +344,8 @@ class _Writing:
         return [], special.count_in(*conversation)
 
     def check_context(self, learned: list[int]) -> None:
-        """Raise BadLineError if the template omits a tool, or a turn that is not trained on: the answers may depend on
-        them. ``learned`` are the indices of the turns that are trained on.
+        """Raise BadLineError if the template omits a tool or a turn that is not trained on, as the answers may depend
+        on them, or repeats a tag of such a turn. ``learned`` are the indices of the turns that are trained on.
 
         A template may omit reasoning, and the content of earlier turns with tool calls, which often is reasoning.
         """
@@ -359,9 +359,10 @@ class _Writing:
         }
         try:
             text = self.template.write(turns, tools or None, self.variables)
-            written = {piece.mark for piece in marks.marked(text).pieces}
+            pieces = marks.marked(text).pieces
+            written = {piece.mark for piece in pieces}
         except BadLineError:  # a template may look for a name among the tools
-            strings = [forms[-1] for forms in needed.values()]
+            pieces, strings = [], [forms[-1] for forms in needed.values()]
             if len(self.turns) - 1 in learned:
                 strings += [plain(self.turns[-1][CONTENT]), self.turns[-1].get(REASONING, "")]
             written = {
@@ -371,6 +372,13 @@ class _Writing:
             }
         if missing := [mark for mark in needed if mark not in written]:
             raise self._omitted(marks, missing[0])
+        for piece in pieces:
+            tag, (kind, index) = self.template.tags.match(marks.forms[piece.mark][-1]), marks.kinds[piece.mark]
+            if tag and kind == CONTENT and text[: piece.start].rstrip().endswith(tag[0]):
+                raise BadLineError(
+                    f"found {tag[0]!r} at the beginning of turn {index}'s 'content', which the chat template writes "
+                    "there, too, expected it once: remove it, and the tag that closes it, from the line"
+                )
 
     def answer(self, index: int) -> Answer:
         """Locate assistant turn ``index`` in the rendered text. Raises BadLineError if it cannot be located exactly, or

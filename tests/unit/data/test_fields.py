@@ -231,6 +231,19 @@ def test_a_short_turn_that_is_left_out_is_refused_where_marks_are(tmp_path):
         read(tmp_path, templated(asks), row)
 
 
+def test_a_tag_that_the_template_would_repeat_is_refused(tmp_path):
+    """As in Hermes' calls of functions, where results are in tags that Qwen's template writes, too."""
+    wraps = templated("{% set tag = '<tool_response>' %}" + CHAT_TEMPLATE.replace("m['content']", "TEXT", 1))
+    wraps.chat_template = wraps.chat_template.replace(
+        "TEXT", "(tag + '\n' if m['role'] == 'tool' else '')+m['content']"
+    )
+    row = turns(("user", "<tool_response>"), ("tool", "\n<tool_response>\n3\n</tool_response>"), ("assistant", "b"))
+    (sample,), _ = read(tmp_path, tiny_tokenizer(), row)
+    with pytest.raises(DataError, match="found '<tool_response>' at the beginning of turn 1's 'content', which"):
+        read(tmp_path, wraps, row)
+    assert whole(sample, tiny_tokenizer()).count("<tool_response>") == 2
+
+
 def test_turns_behind_the_last_answer_are_counted(tmp_path):
     row = turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("user", "d"))
     _, counts = read(tmp_path, tiny_tokenizer(), row)
