@@ -50,7 +50,7 @@ _CHOICE = r"(chosen|rejected|accepted|(non_|dis)?preferred)"
 _RANKED = r"(better|worse|winner|loser|win|lose)"
 COMPARED = re.compile(rf"{_CHOICE}(_{_ANSWER})?|{_RANKED}_{_ANSWER}|{_ANSWER}_({_CHOICE}|{_RANKED})")
 """Names of answers in preference data."""
-_GOOD = r"label|desired|desirable|preferred|chosen|accepted|approved|correct|good|liked|upvoted|thumbs?_up|valid"
+_GOOD = r"label|desired|desirable|preferred|chosen|accepted|approved|(\w+_)?correct|good|liked|upvoted|thumbs?_up|valid"
 _BAD = (
     r"undesired|undesirable|(non_|dis)preferred|reject(ed)?|incorrect|wrong|bad|disliked?|downvoted?|thumbs?_down|"
     r"invalid|deleted|discard(ed)?|ignored?|skip(ped)?|excluded?"

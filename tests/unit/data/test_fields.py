@@ -65,7 +65,7 @@ def test_a_flag_of_any_name_is_honored_or_refused(value, tmp_path):
 
 
 GOOD_NAMES = "label kto_tag is_preferred preferred isPreferred chosen is_chosen accepted desirable correct is_correct"
-GOOD_NAMES += " isCorrect thumbs_up good approved liked Label valid"
+GOOD_NAMES += " isCorrect symbolic_correct thumbs_up good approved liked Label valid"
 BAD_NAMES = (
     "rejected is_rejected undesirable dispreferred incorrect thumbs_down bad disliked invalid deleted ignore skip"
 )
