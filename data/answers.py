@@ -55,6 +55,8 @@ class Answer:
     """The text in front of it is not the model's input in serving."""
     cut: bool
     """The template leaves out a part of it because other turns follow."""
+    unindented: bool = False
+    """The template leaves out the spaces before its first word, as of code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +397,13 @@ class _Writing:
                     f"found {self.text[left:right][slice(*early)]!r}, at which generation stops, before the last part "
                     f"of turn {index} (assistant), expected it after the turn: correct the chat template or the turn"
                 )
-        return Answer(start, end, by_content=not exact, cut=len(found.kept) < len(found.alone.pieces))
+        content = plain(self.turns[index][CONTENT])
+        core = content.lstrip()
+        indent = content[: len(content) - len(core)].rpartition("\n")[2]
+        unindented = bool(core and indent) and indent + core.splitlines()[0] not in self.text[start:end]
+        return Answer(
+            start, end, by_content=not exact, cut=len(found.kept) < len(found.alone.pieces), unindented=unindented
+        )
 
     def _found(self, index: int) -> _Found:
         """Find a turn's strings in the whole rendering: all of them for the last turn, those that the template writes

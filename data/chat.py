@@ -76,6 +76,7 @@ class Counts:
     targets_cut: int = _unusual("targets cut away with it")
     by_content: int = _unusual("answers found by their content")
     cut: int = _unusual("earlier answers of which the chat template leaves out a part, such as the thinking")
+    unindented: int = _unusual("answers of which the chat template leaves out the spaces at the beginning")
     straddling: int = _unusual("answers that begin inside a token")
     without_end: int = _unusual("answers without an end-of-turn token")
     unstopped: int = _unusual(
@@ -464,6 +465,7 @@ class _Builder:
         self.counts.truncated += begin > 0
         self.counts.by_content += sum(answer.by_content for answer in answers)
         self.counts.cut += sum(answer.cut for answer in answers)
+        self.counts.unindented += sum(answer.unindented for answer in answers)
         self.counts.straddling += sum(turn.straddling for turn in turns)
         self.counts.without_end += sum(not turn.ended for turn in turns)
         stops = self.template.ends.stops

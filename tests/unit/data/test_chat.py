@@ -204,6 +204,15 @@ def test_templates_that_cannot_be_trained_on_are_refused(template, message, tmp_
         read(tmp_path, templated(template), row, {"system": "x", **row})
 
 
+def test_answers_that_lose_their_indentation_are_counted(tmp_path):
+    """Llama 3's template strips contents, so code that begins indented would be learned without it."""
+    strips, rows = SIMPLE.replace("m['content']", "m['content'].strip()"), ["  if x:\n    y", "\n\nif x:", "if  x"]
+    for template, lost in ((SIMPLE, 0), (strips, 1)):
+        _, counts = read(tmp_path, templated(template), *({"input": "a", "output": row} for row in rows))
+        assert counts.unindented == lost
+    assert "1 answers of which the chat template leaves out the spaces at the beginning" in counts.summary()
+
+
 def test_answer_without_end_token_keeps_its_own_whitespace(tmp_path):
     tokenizer = templated(SIMPLE.replace("+'<|im_end|>\n'", ""))
     (sample,), counts = read(tmp_path, tokenizer, {"input": "a", "output": "b\n\n"})
