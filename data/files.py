@@ -30,6 +30,7 @@ _SPLITS = "dataset_dict.json"
 _HEAD = 4096  # bytes of a file that are looked at
 LINE_BYTES = 2**26  # more than any real conversation; reading, decoding and rendering take a multiple of it
 _ROWS = 1024  # of a table that are converted at a time
+_JQ = " (jq 1.7 or later, as earlier ones round long numbers)"
 _AS_ROWS = "write its rows as JSONL, one object per line"
 # First bytes, the name of what has them, and what to do to get the file that was meant.
 _BEGINNINGS: list[tuple[bytes, str, str]] = [
@@ -144,8 +145,8 @@ def data_problem(path: str | PathLike[str], *, plain: bool) -> str | None:
 def _content_problem(path: Path, head: bytes, plain: bool) -> str | None:
     if plain and re.search(r"\.jsonl?\b", path.name) and re.match(rb"(\xef\xbb\xbf)?\s*[{\[]", head):
         return (
-            "has rows of JSON, expected plain text: data.kind chat reads rows; to learn the JSON itself, give the file "
-            "another ending"
+            "has rows of JSON, expected plain text: data.kind chat reads rows; to learn texts in them, write these "
+            "into a file (jq -r .text FILE); to learn the JSON itself, give the file another ending"
         )
     return _kind_problem(head, plain) or (None if plain else _json_problem(head))
 
@@ -154,9 +155,9 @@ def _json_problem(head: bytes) -> str | None:
     """Return a clause with the problem if a file that begins so is JSON, but not one object per line."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if re.match(rb"\[\s*\{", text):
-        return "is one JSON list, expected one object per line: convert it with jq -c '.[]' FILE"
+        return "is one JSON list, expected one object per line: convert it with jq -c '.[]' FILE" + _JQ
     if re.match(rb"\{[ \t]*\r?\n", text):
-        return "has JSON objects of several lines, expected one object per line: convert it with jq -c . FILE"
+        return "has JSON objects of several lines, expected one object per line: convert it with jq -c . FILE" + _JQ
     return None
 
 

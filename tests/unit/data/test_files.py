@@ -88,7 +88,7 @@ def test_json_that_is_not_one_object_per_line_is_named_once(tmp_path: Path, cont
     path.write_bytes(content)
     with pytest.raises(DataError) as raised:
         read_chat([path], tiny_tokenizer(), max_length=64)
-    assert str(raised.value).startswith(f"{path}: {said}") and "jq -c" in str(raised.value)
+    assert str(raised.value).startswith(f"{path}: {said}") and "FILE (jq 1.7" in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
@@ -97,7 +97,7 @@ def test_rows_of_json_are_no_plain_text(tmp_path: Path, name: str) -> None:
     for path in (tmp_path / name, tmp_path / "json.txt"):
         path.write_bytes(gzip.compress(ROW * 9) if path.suffix == ".gz" else ROW * 9)
     with pytest.raises(
-        DataError, match=rf"{name}: .*has rows of JSON, expected plain text: data\.kind chat reads rows"
+        DataError, match=rf"{name}: .*has rows of JSON, expected plain text: data\.kind chat reads rows; .*jq -r"
     ):
         read_text([tmp_path / name], tiny_tokenizer(), 8)
     assert read_text([tmp_path / "json.txt"], tiny_tokenizer(), 8)
