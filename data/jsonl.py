@@ -69,7 +69,10 @@ FIELDS = {"messages": ("messages",), "conversations": ("conversations",), "pair"
 FIELDS["completion"] = ANSWERS
 OPTIONAL_FIELDS = ("system", "tools", "functions", "chat_template_kwargs")
 FORMS = "exactly one of 'messages', 'conversations' or 'input' (or 'instruction') with 'output'"
-REMEDY = "name the file's keys in the field map (data.fields: {input: question, output: answer})"
+REMEDY = (
+    "name the file's keys in the field map (data.fields: {input: question, output: answer}, or "
+    "{messages: conversation}), or write mere texts into a file for data.kind text (jq -r .text FILE)"
+)
 
 _ROLE, _TEXT, _CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")
 _CALL_KEYS = ("name", "arguments", "function", "id", "type", "index")
@@ -241,9 +244,10 @@ def _refuse_unsupported(given: Mapping[str, Any], place: str) -> None:
         if MEDIA.fullmatch(words) and value and not is_empty(value):
             raise BadLineError(f"{place}{key}: found {excerpt(value)}, expected text only: remove {key!r}")
         if COMPARED.fullmatch(words) and not is_empty(value) and not _is_switch(value):
+            answer = "input: prompt, output: chosen" if isinstance(value, str) else "messages: chosen"
             raise BadLineError(
                 f"found the key {place + key!r} of preference data, expected one answer to learn, as learning from "
-                "preferences is not supported: remove the key, or name the answer (data.fields: {messages: chosen})"
+                f"preferences is not supported: remove the key, or name the answer (data.fields: {{{answer}}})"
             )
         if _is_undesired(words, value):
             raise _undesired(place + key, value)

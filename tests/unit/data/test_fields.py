@@ -103,7 +103,8 @@ def test_an_undesired_answer_is_refused_by_any_name(form, tmp_path):
 @pytest.mark.parametrize("key", ["chosen", "rejectedResponse", "dispreferred", "preferred_output", "answer_rejected"])
 @pytest.mark.parametrize("value", ["x", [ANSWER], {"role": "assistant", "content": "x"}])
 def test_answers_to_compare_are_refused_by_any_name(key, value, tmp_path):
-    with pytest.raises(DataError, match=f"found the key '{key}' of preference data"):
+    named = "input: prompt, output" if value == "x" else "messages"
+    with pytest.raises(DataError, match=f"found the key '{key}' of preference data.*fields: {{{named}: chosen}}"):
         read(tmp_path, tiny_tokenizer(), GOOD | {key: value})
 
 
