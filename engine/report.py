@@ -76,9 +76,10 @@ class RunReport:
     def end(self, state: LoopState, checkpoints: Path) -> None:
         """Print the final lines, and log the run's results. ``checkpoints``: directory of the training checkpoints."""
         if is_main() and self._summary.steps:
-            state.metrics.results(state.recipe, {**self._summary.last, **state.evaluation}, state.step)
-            evaluations = (state.evaluations.first, state.evaluation)
-            say(self._summary.text(devices=world_size(), evaluations=evaluations))
+            first = state.evaluations.first
+            last = state.evaluation if first else {}  # not of an evaluation before a resume
+            state.metrics.results(state.recipe, {**self._summary.last, **last}, state.step)
+            say(self._summary.text(devices=world_size(), evaluations=(first, last)))
         if is_main() and (line := best_line(checkpoints)):
             say(line)
 

@@ -138,7 +138,8 @@ optimizer = torch.optim.AdamW(model.parameters())
 engine = SimpleNamespace(optimizer=optimizer, skipped_steps=0)
 state = SimpleNamespace(
     recipe=minimal(output_dir=sys.argv[1], train={"log_every": 9}), model=model, step=0, metrics=Metrics([]),
-    session=SimpleNamespace(engine=engine, device=torch.device("cpu")), evaluation={}, evaluations=HeldOutResults(),
+    session=SimpleNamespace(engine=engine, device=torch.device("cpu")), evaluations=HeldOutResults(),
+    evaluation={"eval/lm": 2.0},  # before a resume
     last=StepResult({"loss/total": 1.0}, 1, 1, 5.0, None, False, False, None, None),
     log=lambda values: print("logged", state.step, values),
 )
@@ -165,6 +166,7 @@ def test_the_last_lines_and_memory_json_have_the_same_peak(tmp_path):
     assert [line for line in ended.stdout.splitlines() if line.startswith("logged")] == [f"logged 2 {rare}"]
     peak = read_measured(tmp_path / "memory.json").peak
     assert f"\npeak memory of rank 0 while training: {peak / 1e9:.2f} GB\n" in ended.stdout
+    assert "held-out" not in ended.stdout
 
 
 def test_the_last_loss_is_a_mean_over_the_last_steps():
