@@ -13,6 +13,7 @@ from engine.checkpoint.find import (
     TrainingCheckpoint,
     check_resumable,
     check_samples,
+    check_stage,
     no_steps_left,
     other_commits,
     verify_checkpoint,
@@ -38,6 +39,7 @@ from engine.state import HeldOutResults, LoopState, SkippedSteps
 from model.console import working
 from model.ranks import errors_on_all_ranks, is_main, say
 from model.save.aside import remove_left
+from model.zero import stage
 
 
 def start_run(
@@ -75,6 +77,7 @@ def start_run(
     if checkpoint is not None:
         for line in (*other_commits(checkpoint, recipe), *without_effect(checkpoint, recipe)):
             say(line)
+        check_stage(checkpoint, stage(context.ds_config))
         verify_checkpoint(checkpoint)
     # In the order of how long they take: headers of the models' files, lines of data, weights.
     models = check_models(recipe, context)

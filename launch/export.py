@@ -16,7 +16,7 @@ import copy
 from typing import get_args
 
 from data.cache import digest
-from engine.checkpoint.find import read_step_directory, verify_checkpoint
+from engine.checkpoint.find import check_stage, read_step_directory, verify_checkpoint
 from engine.checkpoint.resume import load_checkpoint
 from engine.config.config import Recipe, contradictions
 from engine.config.errors import RecipeError
@@ -29,6 +29,7 @@ from engine.session_export import check_export, export_trained
 from launch.exits import clean_exit
 from launch.scripts import option_parser, path_option
 from model.ranks import errors_on_all_ranks
+from model.zero import stage
 
 
 def main() -> None:
@@ -87,6 +88,7 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
     context = start_ranks(recipe, {"--checkpoint": checkpoint, f"{checkpoint}/state.json": digest([content])})
     with errors_on_all_ranks(OSError, ValueError):
         found = read_step_directory(checkpoint)
+    check_stage(found, stage(context.ds_config))
     verify_checkpoint(found)
     session = build_session(recipe, context, None, None)
     quant = FakeQuant(session)

@@ -219,6 +219,16 @@ def no_steps_left(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[st
         )
 
 
+def check_stage(checkpoint: TrainingCheckpoint, stage: int) -> None:
+    """Refuse a run of another ZeRO ``stage`` than the checkpoint's; a collective. Raises RankError on every rank."""
+    with errors_on_all_ranks(ValueError):
+        if checkpoint.stage != stage:
+            raise ValueError(
+                f"{checkpoint.path} was written under ZeRO stage {checkpoint.stage}, but this run has stage {stage}: "
+                "set deepspeed in the recipe to its earlier value"
+            )
+
+
 def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
     """Refuse training samples, given by their digest, that are not those of the checkpoint's run; a collective.
 

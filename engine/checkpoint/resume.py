@@ -71,19 +71,14 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
     :func:`load_resharded` loads the checkpoint, and the whole state is restored too, if the number of ranks is
     unchanged, but DeepSpeed 0.19.8 would fail: if the optimizer is or was on NVMe (it would load neither weights nor
     small groups, engine.py:4456), or if another DeepSpeed file splits the optimizer's flat tensors differently
-    (``sub_group_size``). Raises RankError if the checkpoint was written under another ZeRO stage, does not match the
-    model, lacks the state of a stateful object, belongs to other frozen weights, or has parameters that are not finite.
+    (``sub_group_size``). Raises RankError if the checkpoint does not match the model, lacks the state of a stateful
+    object, belongs to other frozen weights, or has parameters that are not finite.
     """
     same, left_out = checkpoint.world_size == world_size(), LeftOut(session.model, checkpoint.left_out.keys())
     on_nvme = offloads_to_nvme(session.ds_config) or any(name.endswith(SWAPPED) for name in checkpoint.files)
     by_deepspeed = checkpoint.stage == 0 or (same and not on_nvme and _same_layout(session, checkpoint))
     check_base(session, checkpoint)
     with errors_on_all_ranks(OSError, ValueError):
-        if checkpoint.stage != stage(session.ds_config):
-            raise ValueError(
-                f"{checkpoint.path} was written under ZeRO stage {checkpoint.stage}, but this run has stage "
-                f"{stage(session.ds_config)}: set deepspeed in the recipe to its earlier value"
-            )
         ranks = [rank()] if same and by_deepspeed else range(checkpoint.world_size)
         files = [checkpoint.path / f"rank_{old}.pt" for old in ranks]
         states = [read_object(file) for file in files]
