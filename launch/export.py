@@ -52,6 +52,8 @@ def main() -> None:
     with clean_exit():
         if not (arguments.checkpoint / "recipe.yaml").is_file():
             raise RecipeError(f"{arguments.checkpoint} is not a training checkpoint: it has no recipe.yaml")
+        if (steps := arguments.checkpoint / "checkpoints").is_dir():
+            raise RecipeError(f"{arguments.checkpoint} is a run's output_dir, expected a step directory in {steps}")
         recipe = load_recipe(arguments.checkpoint / "recipe.yaml")
         if recipe.model.trust_remote_code and not arguments.trust_remote_code:
             raise RecipeError(

@@ -33,6 +33,17 @@ def test_a_checkpoint_cannot_ask_for_trust(tmp_path, monkeypatch, capsys, asked)
     assert [recipe.model.trust_remote_code for recipe in asked] == [True]
 
 
+def test_the_folder_of_a_run_is_no_checkpoint(tmp_path, monkeypatch, capsys, asked):
+    """It has a recipe.yaml, too."""
+    save_recipe(minimal(), tmp_path / "recipe.yaml")
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(sys, "argv", ["export.py", "--checkpoint", str(tmp_path), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="2"):
+        export.main()
+    assert asked == []
+    assert f"{tmp_path} is a run's output_dir, expected a step directory in" in capsys.readouterr().err
+
+
 def test_a_format_that_contradicts_the_run_is_refused(tmp_path, monkeypatch, capsys, asked):
     """The run has checked the format of its own recipe only."""
     words = ["export.py", "--checkpoint", str(tmp_path), "--out", str(tmp_path / "out"), "--format", "dequantized"]
