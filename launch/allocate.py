@@ -43,6 +43,7 @@ from tools.memory.model import meta_student
 from tools.mixed_precision import LayerSet, allocate, check_budget, divergences, layer_sets, rules_of_choice
 
 MIX = "mixed"  # table row of the written recipe
+HEAD = "# | part |"  # with which that recipe begins
 NEAREST = ["--quant.init", "rtn"]  # GPTQ changes the weights that costs are measured from
 
 
@@ -97,6 +98,8 @@ def options() -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--budget_bits: {arguments.budget_bits}, expected a number above 0")
     if arguments.out.is_dir() or not os.access(arguments.out.resolve().parent, os.W_OK):
         parser.error(f"--out: {arguments.out}, expected a file in a folder that can be written")
+    if arguments.out.is_file() and arguments.out.open("rb").read(len(HEAD)) != HEAD.encode():
+        parser.error(f"--out: {arguments.out} exists and was not written by this script: name another file")
     return arguments, rest
 
 
@@ -152,7 +155,7 @@ def allocation_table(parts: Sequence[LayerSet], schemes: Sequence[str], costs: M
     """Format measurements and choice as Markdown. ``schemes``: the scheme chosen for each part; ``costs``: KL
     divergence with all layers quantized, by scheme and for the mixed recipe (``MIX``)."""
     names = [name for name in costs if name != MIX]
-    lines = ["| part | weights | " + " | ".join(names) + " | chosen |", "| --- " * (len(names) + 3) + "|"]
+    lines = [f"{HEAD[2:]} weights | " + " | ".join(names) + " | chosen |", "| --- " * (len(names) + 3) + "|"]
     for part, chosen in zip(parts, schemes, strict=True):
         cells = [f"{part.options[name].cost:.3g}" for name in names]
         lines.append(f"| {part} | {part.weights:,} | {' | '.join(cells)} | {chosen} |")

@@ -1,9 +1,11 @@
 """launch/allocate.py before it measures: the layers whose scheme the recipe gives are none of the parts."""
 
+import sys
+
 import pytest
 
 from engine.config.reading import parse_recipe
-from launch.allocate import check_options
+from launch.allocate import HEAD, check_options, options
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.tiny import tiny_checkpoint
 
@@ -30,3 +32,15 @@ def test_layers_with_a_scheme_of_their_own_are_no_parts(tmp_path, option, layers
     words = ["--config", str(recipe), "--quant.init", "rtn", *option]
     recipes = {name: parse_recipe([*words, "--quant.scheme", name]) for name in SCHEMES}
     assert check_options(recipes, 8.5) == layers
+
+
+def test_a_file_of_the_user_is_not_overwritten(tmp_path, monkeypatch, capsys):
+    """But a recipe of an earlier call is."""
+    words = ["--config", "a.yaml", "--schemes", *SCHEMES, "--budget_bits", "4", "--out", str(tmp_path / "a.yaml")]
+    monkeypatch.setattr(sys, "argv", ["allocate.py", *words])
+    (tmp_path / "a.yaml").write_text("quant: {}\n")
+    with pytest.raises(SystemExit):
+        options()
+    assert "a.yaml exists and was not written by this script" in capsys.readouterr().err
+    (tmp_path / "a.yaml").write_text(f"{HEAD} weights | ...")
+    assert options()[1] == ["--config", "a.yaml"]
