@@ -24,6 +24,7 @@ from engine.config.hub import local_paths, named
 from launch.evaluate import add_questions, check_questions, check_results, read_questions, start_alike, write_results
 from launch.exits import clean_exit
 from launch.scripts import CheckpointName, NamedDirectories, fetch_checkpoints, option_parser, path_option
+from model.quantized.quantization_config import is_quantized
 from model.ranks import errors_on_all_ranks, is_main, listed, say
 from tools.evaluation.perplexity import KL, check_checkpoint, evaluate_checkpoint, read_reference
 from tools.evaluation.results import Comparison, Evaluation, comparison_tables, read_evaluations, write_comparison
@@ -54,6 +55,8 @@ def main() -> None:
         device = start_alike(arguments, directories)
         check_results(arguments.out / "compare.json", "--out")
         with errors_on_all_ranks(OSError, ValueError):
+            if is_quantized(Path(bf16)):
+                say(f"warning: --bf16: {bf16} is quantized, expected the model that PTQ quantized")
             known = read_results(arguments.results)
             missing = [directory for directory in directories if named(directory) not in known]
             check_missing(missing, asked=arguments.text is not None or arguments.tasks is not None)

@@ -94,6 +94,9 @@ def test_errors_are_one_line_and_exit_code_1_before_models_are_read(files, tmp_p
         code, output = run_waiting(script, *arguments, "--text", path)
         assert code == 1 and re.search(rf"error: .*{re.escape(said)}", output), output
         assert not any(text in output for text in ("Traceback", "ppl/token", "evaluate: ")), output
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "compressed-tensors"}}')
+    _, output = run_waiting(COMPARE, "--bf16", tmp_path, "--qat", f"a={no}", "--text", path)
+    assert f"warning: --bf16: {tmp_path} is quantized" in output and f"{no}: neither a checkpoint" in output
 
 
 def test_tasks_of_lm_evaluation_harness_equal_one_process(tmp_path, monkeypatch):
