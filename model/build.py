@@ -181,7 +181,7 @@ def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -
     checkpoint is not supported, or needs Python code that ``trust_remote_code`` does not allow."""
     file = path / "config.json"
     if not file.is_file():
-        raise ValueError(f"{file} does not exist: model.path must be the directory of a Hugging Face checkpoint")
+        raise ValueError(f"{file} does not exist: expected the directory of a Hugging Face checkpoint")
     raw = read_json_object(file)
     if is_quantized(path):
         check_readable(path, rotated=rotated)

@@ -33,7 +33,7 @@ def config_of(kind: str, path: Path, architectures=None) -> Path:
 
 CAUSAL = r"describes {} \(model_type {}\), expected a causal"
 REFUSED = {
-    "no file": (lambda path: path / "nowhere", r"nowhere/config\.json does not exist"),
+    "no file": (lambda path: path / "nowhere", r"nowhere/config\.json does not exist: expected"),
     "no JSON": (lambda path: (path / "config.json").write_text("{") and path, r"config\.json"),
     "a list": (lambda path: (path / "config.json").write_text("[1]") and path, r"config\.json"),
     **{
