@@ -12,9 +12,11 @@ twice their factor. On stage 0 the scaler has other settings, too. So DeepSpeed 
 sets it before each step to the value of :class:`LossScale`.
 """
 
+import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -300,7 +302,7 @@ def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrai
         ranges = [local_range(parameter) for group in groups for parameter in group["params"]]
         with errors_on_all_ranks(ValueError, OSError):
             check_space(drive, sum(stop - start for start, stop in ranges) * (local_world_size() or 1))
-    with keep_frozen_fp32(model):
+    with keep_frozen_fp32(model), redirect_stdout(io.StringIO()):  # on stage 1 it prints lines about memory
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     check_rotary_buffers(model)
     if stage(ds_config) == 0:

@@ -163,6 +163,10 @@ def test_every_step_equals_a_plain_one(paths, name):
     assert_equals_plain_loop(paths[name])
 
 
+def test_deepspeed_prints_no_lines_about_memory(paths):
+    assert "Max_MA" not in paths.said()
+
+
 @each(BF16, MORE_BF16)
 def test_bf16_stages_differ_less_from_stage_1_than_bf16_from_fp32(paths, name):
     """Stages add bf16 gradients up in different orders, so they differ; what bf16 itself costs is the measure."""
