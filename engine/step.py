@@ -19,7 +19,7 @@ from engine.session.optimizer import SCALE_GROUPS, lr_factor, trained_scales
 from engine.session.session import Session
 from engine.state import LoopState, StepResult
 from model.ranks import RankError, raise_everywhere, reduce_over_ranks, world_size
-from model.zero import backward, gathered, global_gradient_norm, gradient_norm
+from model.zero import backward, drop_gradients, gathered, global_gradient_norm, gradient_norm
 from quant import weights_changed
 from quant.observers import recomputing
 
@@ -149,8 +149,10 @@ def _update(state: LoopState, *, measures: bool) -> tuple[float | None, bool, fl
         finish()
     scale_norm = gradient_norm(trained_scales(session.model)) / (loss_scale or 1.0) if measures else None
     engine.step()
+    if skipped := engine.skipped_steps > skipped_before:
+        drop_gradients(engine.optimizer)
     weights_changed(session.model)
-    return scale_norm, engine.skipped_steps > skipped_before, loss_scale
+    return scale_norm, skipped, loss_scale
 
 
 def _reduce(state: LoopState, sums: Tensor, valid: int) -> tuple[list[float], bool, float | None]:

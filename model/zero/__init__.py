@@ -19,6 +19,7 @@ from model.zero.optimizer_state import (
     backward,
     check_space,
     copied,
+    drop_gradients,
     flat_masters,
     global_gradient_norm,
     gradient_buffers,

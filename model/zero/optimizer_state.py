@@ -252,6 +252,15 @@ def gradient_buffers(optimizer: Any) -> list[Tensor]:
     return buffers + [master.grad for master in shared if master.grad is not None]
 
 
+def drop_gradients(optimizer: Any) -> None:
+    """Drop the gradients of a skipped step. With an offloaded optimizer, stage 2 of DeepSpeed 0.19 keeps its fp32 sums:
+    the gradients of the next steps would be added to values that are not finite, and these steps skipped too."""
+    sums = getattr(optimizer, "averaged_gradients", {})
+    for index, group in sums.items():
+        if hasattr(group, "flat_partition"):
+            sums[index] = None
+
+
 @torch.no_grad()
 def use_masters(model: nn.Module, optimizer: Any) -> None:
     """Copy the values of the flat fp32 masters into the model's trained parameters; stages 1-3 only. A collective."""

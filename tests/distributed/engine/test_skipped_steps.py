@@ -105,6 +105,7 @@ SPOILED = {
 }
 IN_FP32 = "fp32 gradients"  # as bfloat16_3, where a single micro-batch leaves the sum over ranks in bf16
 SPOILED[IN_FP32] = replace(SPOILED["bfloat16_3"], shipped="zero3", ds={"data_types": {"grad_accum_dtype": "fp32"}})
+SPOILED["offload"] = replace(SPOILED["bfloat16_2"], shipped="zero2_offload")
 BLIND = Variant(
     {"stage": 3, "loss": NO_TEACHER, "quant": {"fake_quant_start": 3}}, dtype="bfloat16", action=poison_observers
 )
