@@ -376,7 +376,8 @@ class _Writing:
             raise self._omitted(marks, missing[0])
         for piece in pieces:
             tag, (kind, index) = self.template.tags.match(marks.forms[piece.mark][-1]), marks.kinds[piece.mark]
-            if tag and kind == CONTENT and text[: piece.start].rstrip().endswith(tag[0]):
+            counted = tag and tag[0] in self.template.special.texts  # where special tokens are spelled
+            if tag and not counted and kind == CONTENT and text[: piece.start].rstrip().endswith(tag[0]):
                 raise BadLineError(
                     f"found {tag[0]!r} at the beginning of turn {index}'s 'content', which the chat template writes "
                     "there, too, expected it once: remove it, and the tag that closes it, from the line"
