@@ -20,11 +20,12 @@ The known differences, with transformers 5.23 and compressed-tensors 0.20:
 - *Inputs, keys and values.* transformers divides by the scale, training multiplies by the fp32 reciprocal. Where
   ``x/s`` is within a rounding of a boundary between codes, this results in another code: in fp32 one element in some
   millions, but each such step (1/16 of the value) changes later values. Through 6 layers the logits differ by 0.2 at
-  most and by 0.002 in the mean, 1% of the cost of quantizing the inputs. With scales that are powers of two, both
-  operations are exact and agree. Dynamic scales have the same formula in both, except for MX, whose powers of two are
-  chosen differently (:mod:`quant.reference`). Integer zero points (``symmetric: false``) are the same, but transformers
-  adds them before it rounds: an exact tie goes to the other neighbor if the zero point is odd. All tokens of a 2-D
-  input, which some models pass to their shared experts, get one scale.
+  most and by 0.002 in the mean, 1% of the cost of quantizing the inputs; through 30 layers by as much as this cost.
+  With scales that are powers of two, both operations are exact and agree. Dynamic scales have the same formula in
+  both, except for MX, whose powers of two are chosen differently (:mod:`quant.reference`). Integer zero points
+  (``symmetric: false``) are the same, but transformers adds them before it rounds: an exact tie goes to the other
+  neighbor if the zero point is odd. All tokens of a 2-D input, which some models pass to their shared experts, get
+  one scale.
 - *Weights.* compressed-tensors decompresses fp4 and MXFP8 to bf16, in a model loaded as fp32 too. bf16 represents
   values of MXFP4 and MXFP8 exactly; values of NVFP4 are rounded, as in the bf16 forward of training.
 - *Experts.* transformers keeps the experts of a MoE fused and dequantizes them when it loads: their inputs are not
@@ -103,18 +104,16 @@ SAME_ARITHMETIC_KL_ROUTED = 1e-4  # of a MoE whose inputs, keys or values are qu
 # from other weights: 4e-3 with random routers (1.2e-2 on 66 tokens, where a single token counts much).
 OUR_FORWARD_KL = 1e-3
 OUR_FORWARD_KL_ROUTED = 1e-2
-# With dynamic scales, inputs are often on boundaries: in symmetric int8 the largest value of each token is at 127.5
-# codes, and the two readers round a tenth of the negative ones to different codes. Measured: up to 0.73 of the cost of
-# quantizing these inputs, which is the bound if it is larger than the bounds above. With NVFP4 inputs different codes
-# cause further different codes, even more so as transformers rounds the weights to bf16: 0.4 to 0.65 through two layers
-# of a random model. In a model of many layers the limit is two unrelated roundings, which differ by twice the cost of
-# one.
-FOUR_BIT_INPUTS = 2.5
+# Inputs near a boundary get other codes in another reader, which cause other codes in the layers that follow. In a
+# model of many layers the limit is two unrelated roundings, which differ by twice the cost of one; noise of 1e-7 in the
+# outputs of its norms has the same effect. Measured in SmolLM2-135M, in costs of quantizing the inputs: 0.3 to 1.4 for
+# seven schemes, 1.1 for fp4; in models of two layers up to 0.7. This is the bound if it is larger than those above.
+UNRELATED_ROUNDINGS = 2.5
 # Reasons and meanings in the report.
 SUMS = "products are added up in another order, and some logits are almost equal"
 FLIPS = (
     "transformers divides by a scale and training multiplies by its reciprocal, so that a value on the border of two "
-    "codes gets one code here and the other there"
+    "codes gets one code here and the other there, and so do more and more values in the layers that follow"
 )
 MEANINGS = {
     "inputs as given": "our forward without quantized inputs, keys and values, to show how much these change; no bound",
@@ -162,11 +161,10 @@ def compare_with_transformers(directory: Path, batches: Sequence[Tensor], *, tru
                 report.logits[name].add(logits_of(model, ids), expected, ids)
 
     routed = any(is_expert(name) for name in layers)
-    inputs = [layer.scheme.activations for layer in layers.values() if layer.scheme.activations]
-    rounded = bool(inputs or quantization.caches)
+    rounded = any(layer.scheme.activations for layer in layers.values()) or bool(quantization.caches)
     ours = OUR_FORWARD_KL_ROUTED if routed else OUR_FORWARD_KL
     if given := report.logits.get("inputs as given"):
-        ours = max(ours, (FOUR_BIT_INPUTS if any(spec.bits == 4 for spec in inputs) else 1.0) * given.kl)
+        ours = max(ours, UNRELATED_ROUNDINGS * given.kl)
     same = SAME_ARITHMETIC_KL_ROUTED if routed and rounded else SAME_ARITHMETIC_KL
     report.require_kl("same arithmetic", same)
     report.require_kl("our forward", ours)

@@ -18,6 +18,7 @@ from model.head import embedding_rows
 from model.quantized.quantization_config import read_json_object
 from model.ranks import listed
 from model.save.export_model import export_model
+from quant import Quantization
 from tools.compressed import load_compressed
 
 
@@ -158,7 +159,8 @@ class Engine:
     found: dict[str, Any]  # the tensors in the files by name, of the engine's own type
     unused: frozenset[str] = frozenset()  # names of tensors that a compressed checkpoint may lack
     report: Report  # after opening it has only the contents of the export
-    model: PreTrainedModel  # the compressed export in fp32; set before anything is compared
+    model: PreTrainedModel  # the compressed export in fp32; set before anything is compared, as is the next
+    quantization: Quantization  # of this model
 
     def names(self, key: str) -> list[str]:
         """Return the names of the engine's tensors that contain the checkpoint's tensor ``key``, alone or with
@@ -196,13 +198,13 @@ def compare_with_compressed(
     """
     report, left = engine.report, engine.found.keys() - engine.unused
     report.equal = 0
-    engine.model, quantization = load_compressed(against, trust_remote_code=trust_remote_code)
+    engine.model, engine.quantization = load_compressed(against, trust_remote_code=trust_remote_code)
     check_tokens(engine.model, batches, engine.export)
     tied = _tied_head(engine)
     with tempfile.TemporaryDirectory() as scratch, Reader() as reader:
         plain = Path(scratch) / "plain"
         options: dict[str, Any] = {"layout": "dequantized", "trust_remote_code": trust_remote_code}
-        export_model(engine.model, quantization, against, plain, **options)
+        export_model(engine.model, engine.quantization, against, plain, **options)
         for key, tensor in progress_bar(desc="verify", unit="tensor", over=read_headers(plain).tensors.items()):
             own = tied.get(key, key)
             names = engine.names(own)

@@ -35,6 +35,7 @@ from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER
+from tools.compressed import load_compressed
 from tools.verify.comparison import Engine, Report, compare_with_compressed
 from tools.verify.engines import GGUF, MLX, ExecuTorch
 
@@ -331,6 +332,18 @@ def test_every_file_names_all_tensors(exports):
             header = json.loads(handle.read(struct.unpack("<Q", handle.read(8))[0]))
         names = json.loads(header["__metadata__"]["tensor_names"])
         assert len(names) == 21 and names == [name for name in header["__metadata__"] if "." in name]
+
+
+def test_a_layer_that_another_scale_multiplies_there_is_named(exports):
+    """Logits of a deep model cannot show this: other codes of inputs change them more."""
+    export, against = exports("executorch")["qwen3"]
+    reader = ExecuTorch(export)
+    reader.model, reader.quantization = load_compressed(against)
+    with torch.no_grad():
+        reader.theirs.model.layers[0].mlp.down_proj.weight.scale.mul_(1 + 2**-7)
+        reader.compare_logits(against, IDS)
+    (problem,) = reader.report.problems
+    assert re.match(r"model.layers.0.mlp.down_proj, computed alone .* by 0.007\d of their standard deviation", problem)
 
 
 def test_the_page_makes_a_program_that_generates(exports, tmp_path, monkeypatch):
