@@ -31,11 +31,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, initialization
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from benchmarks import timing
+from model.scales.in_place import renew_weight_scales
 from quant import SCHEMES, QuantLinear, prepare_kernels, replace_layers
 from quant.fused import LAYERS, fuse
-from quant.observers import partial_stats, scales_from_stats
 from quant.scale import first_input_scale
-from quant.spec import FP4_MAX, FP8_MAX
+from quant.spec import FP8_MAX
 
 Convert = Callable[[nn.Module, Callable[[], Tensor]], None]
 GEMM, FUSED, KEPT = ", fp8_gemm", ", norms fused", ", codes kept"  # end the names of ways
@@ -250,9 +250,8 @@ def ours(
     fused: bool = False,
 ) -> None:
     """QuantLinears with absmax scales of the weights and of the inputs of one batch."""
-    chosen = SCHEMES[scheme]
     quantization = replace_layers(
-        module, chosen, learn_weight_scale=weight, learn_input_scale=inputs, fp8_gemm=fp8_gemm
+        module, SCHEMES[scheme], learn_weight_scale=weight, learn_input_scale=inputs, fp8_gemm=fp8_gemm
     )
     assert not quantization.simulated, quantization.simulated
     for layer in quantization.layers.values():
@@ -261,13 +260,7 @@ def ours(
     if fused:
         fuse(module)
     with torch.no_grad():
-        for group in quantization.weight_groups:
-            weights = [quantization.layers[name].weight for name in group.members]
-            stats = [partial_stats(w.flatten(), 0, (w.shape[0], w.shape[1]), chosen.weights) for w in weights]
-            group.s0.copy_(scales_from_stats(torch.stack(stats).amax(0), chosen.weights))
-        for group in quantization.global_groups:
-            largest = max(float(quantization.layers[name].weight.abs().max()) for name in group.members)
-            group.s0.fill_(FP8_MAX * FP4_MAX / largest)
+        renew_weight_scales(quantization)
         if not quantization.input_groups:
             return
         quantization.set_fake_quant(weights=False, activations=False)
