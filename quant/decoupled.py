@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quant import kernels
-from quant.blocks import per_block, per_run
-from quant.spec import TensorSpec
+from quant.spec import TensorSpec, per_block, per_run
 
 
 class DecoupledScale:

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from quant import kernels
-from quant.blocks import per_block, per_run
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant, inside_range, round_scale
-from quant.spec import TensorSpec
+from quant.spec import TensorSpec, per_block, per_run
 
 # The bin of a magnitude is its bf16 number without the two lowest bits: 32 bins per power of two, over all powers of
 # two, so that ranks and batches need no common range in advance.

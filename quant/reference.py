@@ -88,7 +88,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quant.blocks import per_block, per_run
 from quant.spec import (
     FP4_MAX,
     FP4_ROUNDS_TO_MAX,
@@ -97,6 +96,8 @@ from quant.spec import (
     FP8_ROUNDS_TO_MAX,
     FP8_SMALLEST_NORMAL,
     TensorSpec,
+    per_block,
+    per_run,
 )
 
 E4M3_SMALLEST, E8M0_BIAS, FP16_SMALLEST, FP16_MAX = 2.0**-9, 127, 2.0**-24, 65504.0

@@ -31,9 +31,9 @@ from model.quantized.tensor import QuantizedTensor, check_return, row_chunks
 from model.ranks import errors_on_all_ranks
 from model.zero import forget_secondary_copies, local_data, local_range
 from quant import Quantization, Quantizer, Ranges, Scale, ScaleGroup, TensorSpec, kernels
-from quant.blocks import per_run
 from quant.observers import measured_scales
 from quant.packed_weight import PackedCodes, packed_codes
+from quant.spec import per_run
 
 
 def can_quantize_on_load(spec: TensorSpec) -> bool:

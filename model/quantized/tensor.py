@@ -18,9 +18,9 @@ from torch import Tensor
 
 from model.checkpoint.safetensors import CheckpointError, DamagedError, DiskTensor, Reader
 from quant import Quantizer, Scale, Scheme, TensorSpec, kernels
-from quant.blocks import per_run_of_rows
 from quant.formats.compressed_tensors import bad_scales, unpack_scale
 from quant.formats.packing import unpack_int32, unpack_nibbles, unpack_zero_points
+from quant.spec import per_run_of_rows
 
 _CHUNK = 2**20  # weights decoded at a time
 _TOGETHER = 32  # codes that fill whole words for any width
@@ -110,7 +110,7 @@ class QuantizedTensor:
 
     def scale_of_rows(self, reader: Reader, rows: slice) -> Tensor:
         """Read the fp32 scales of some rows, ``[rows, n]`` with n scales per row (for blocks, one per run of a row,
-        :mod:`quant.blocks`), or ``(1,)`` for a scale per tensor."""
+        :func:`quant.spec.per_run_of_rows`), or ``(1,)`` for a scale per tensor."""
         spec = self.scheme.weights
         if spec.granularity == "tensor":
             return self.scales(reader, 0, 1)

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quant.blocks import per_block, per_run
 from quant.formats.packing import unpack_nibbles
 from quant.kernels.build_kernels import ensure_ready
 from quant.kernels.build_kernels import prepare_kernels as prepare_kernels
 from quant.kernels.operators import REFERENCE
 from quant.scale import Quantizer
-from quant.spec import TensorSpec
+from quant.spec import TensorSpec, per_block, per_run
 
 _FLOAT_GRIDS = {"fp8_e4m3": 0, "fp4_e2m1": 1}
 _STORED = {"float16": torch.float16, "e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}
@@ -151,7 +150,7 @@ def _run_scales(
     """Return ``s0, theta, grid, scale_dtype`` for the operators, for a tensor of ``shape``.
 
     The operators compute the scale of each of ``n`` equal runs of consecutive elements. A scale per block covers runs
-    in many rows, so its effective scale is computed first and repeated for each run (:mod:`quant.blocks`).
+    in many rows, so its effective scale is computed first and repeated for each run (:func:`quant.spec.per_run`).
     """
     (s0, theta, _, _), spec, dtype = quantizer
     if spec.granularity != "block":
