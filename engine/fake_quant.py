@@ -34,8 +34,7 @@ from model.scales.in_place import (
 )
 from model.zero import forward_only, reset_moments, reset_optimizer_state, zero_parameters
 from quant import Quantization, ScaleGroup, weights_changed
-from quant.decoupled import DecoupledScale
-from quant.lora import without_adapters
+from quant.adapters import DecoupledScale, without_adapters
 from quant.observers import only_tokens, scale_from_histogram
 from quant.rules import exempt_line
 from quant.scale import first_input_scale

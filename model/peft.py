@@ -24,8 +24,7 @@ from model.quantized.quantization_config import read_json_object
 from model.ranks import errors_on_all_ranks, is_main, say
 from model.zero import full_shape, gathered, local_data, local_range, whole_values
 from quant import Quantization, QuantLayer
-from quant.decoupled import DecoupledScale, part_for_codes
-from quant.lora import merge
+from quant.adapters import DecoupledScale, merge, part_for_codes
 from quant.rules import pattern_problem
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

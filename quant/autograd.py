@@ -9,8 +9,7 @@ A fake-quantized weight is not a leaf, so plain autograd would keep the whole te
 
 * the weight **Parameter** (ZeRO-3 gathers it again in backward), and quantizes it again unless its codes are kept
   because the weight stays resident,
-* the Parameters of a merged adapter (:mod:`quant.lora`) or of a decoupled scale (:mod:`quant.decoupled`), and merges
-  them again,
+* the Parameters of a merged adapter or of a decoupled scale (:mod:`quant.adapters`), and merges them again,
 * the scale Parameters, a few bytes,
 * the input, in one of three forms: 1-byte codes and a 1-bit mask of the unclipped elements if its scale is stored and
   does not learn; packed codes and scales (:func:`quant.kernels.keep_tokens`) for float formats with dynamic scales, if
@@ -33,9 +32,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quant import gemm, kernels
-from quant.decoupled import DecoupledScale, code_theta_gradient, weight_for_codes
+from quant.adapters import Adapter, DecoupledScale, code_theta_gradient, low_rank_gradients, merge, weight_for_codes
 from quant.inputs import QuantizedInput, Restored, SharedInput, Wanted, quantize_input
-from quant.lora import Adapter, low_rank_gradients, merge
 from quant.packed_weight import PackedCodes, codes_of_placeholder, is_placeholder
 from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import TensorSpec
@@ -215,7 +213,7 @@ class QuantLinearFunction(torch.autograd.Function):
 
     The merged weight of an adapter exists only while the layer runs. The adapter's gradients are computed from ``g``,
     the gradient of the merged weight, which is also temporary (for a stack, per expert); for an unquantized weight see
-    :func:`quant.lora.low_rank_gradients`::
+    :func:`quant.adapters.low_rank_gradients`::
 
         grad_b = scaling * g @ lora_a.t()    [out, rank]
         grad_a = scaling * lora_b.t() @ g    [rank, in]

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quant import gemm, kernels
+from quant.adapters import Adapter, AdapterBeside, DecoupledScale
 from quant.autograd import Plan, UsedWeightFunction, quant_linear
-from quant.decoupled import DecoupledScale
 from quant.inputs import SharedInput, kept_by_attention
-from quant.lora import Adapter, AdapterBeside
 from quant.observers import Observer
 from quant.packed_weight import packed_codes
 from quant.scale import Quantizer, Scale, check_fp32, lsq_factor

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quant.adapters import DecoupledScale
 from quant.attention import QuantCache, attach_kv_cache
-from quant.decoupled import DecoupledScale
 from quant.gemm import takes_codes_of_stacks
 from quant.inputs import SharedInput
 from quant.linear import QuantEmbedding, QuantLayer, QuantLinear, StackedLinear, check_sizes, linears_of
@@ -216,7 +216,7 @@ class Quantization:
 
     def decouple_scales(self, head: nn.Module | None = None) -> None:
         """Give every Linear except ``head`` (None: every Linear) a learned scale that only chooses its codes
-        (:mod:`quant.decoupled`), attached like an adapter. Weights and scales must not be partitioned yet."""
+        (:mod:`quant.adapters`), attached like an adapter. Weights and scales must not be partitioned yet."""
         for layer in self.layers.values():
             if isinstance(layer, QuantLinear) and layer is not head:
                 spec = layer.scheme.weights

@@ -22,7 +22,7 @@ from engine.losses.objective import TopK
 from model.head import HiddenStates, LMHead, hidden_states
 from model.zero import forward_only
 from quant import Quantization, QuantLinear
-from quant.lora import without_adapters
+from quant.adapters import without_adapters
 
 
 class TeacherOutput(NamedTuple):

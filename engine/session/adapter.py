@@ -19,8 +19,8 @@ from model.quantized.quantization_config import is_quantized
 from model.quantized.quantize_on_load import can_quantize_on_load
 from model.ranks import listed, say
 from quant import Quantization, QuantLinear, Ranges, Scheme
+from quant.adapters import Adapter, AdapterBeside
 from quant.linear import StackedLinear, linears_of
-from quant.lora import Adapter, AdapterBeside
 from quant.packed_weight import BASE, store_packed
 from quant.rules import assign, examples, schemes_of_layers
 

@@ -17,7 +17,7 @@ from model.save.finish import write_json
 from model.save.shard_writer import ShardWriter, safetensors_head
 from model.zero import full_shape, whole_values
 from quant import Quantization, QuantLinear
-from quant.lora import AdapterBeside
+from quant.adapters import AdapterBeside
 
 
 @dataclass(frozen=True)

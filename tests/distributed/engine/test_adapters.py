@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quant import SCHEMES
-from quant.lora import merge
+from quant.adapters import merge
 from tests.distributed.engine.scripts.variants import used_weights
 from tests.lib.plain import assert_equals_plain_loop, load_result
 from tests.lib.variants import (

@@ -10,7 +10,7 @@ from torch import nn
 from model.peft import start_from_error
 from model.ranks import RankError
 from quant import Quantization, QuantLinear, weights_changed
-from quant.lora import Adapter, AdapterBeside
+from quant.adapters import Adapter, AdapterBeside
 from tests.lib.checkpoints import load_model, quantize
 from tests.lib.tiny import tiny_checkpoint
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import quant
 from model.zero.quantized_gather import can_gather_quantized, part_gradients_, quantize_part
 from quant import SCHEMES, QuantEmbedding, Quantizer, QuantLayer, QuantLinear, Scheme
-from quant.lora import Adapter
+from quant.adapters import Adapter
 from quant.packed_weight import placeholder
 from quant.scale import lsq_factor
 from tests.lib.scales import fill_scales

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from model.peft import read_adapter
-from quant.lora import AdapterBeside
+from quant.adapters import AdapterBeside
 from tests.distributed.engine.scripts import variants as actions
 from tests.distributed.engine.scripts.train import run_all
 from tests.lib.launcher import on_ranks

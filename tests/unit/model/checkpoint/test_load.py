@@ -19,8 +19,8 @@ from model.save.export_model import export_model
 from model.save.peft_adapter import PeftFolder
 from model.scales.loading import load_scales
 from quant import SCHEMES
+from quant.adapters import Adapter
 from quant.formats.layouts import Layout
-from quant.lora import Adapter
 from quant.packed_weight import PackedCodes
 from quant.spec import PRESETS
 from tests.lib.checkpoints import CPU, edit_checkpoint, load_model, quantize, read_tensors

@@ -8,7 +8,7 @@ from model.quantized.quantization_config import source_layout
 from model.ranks import RankError
 from model.save.export_model import export_model
 from quant import Quantization
-from quant.lora import Adapter
+from quant.adapters import Adapter
 from quant.reference import fake_quant
 from tests.lib.checkpoints import hold_packed, load_quantized, read_tensors, same_bits
 from tests.lib.native import layouts
