@@ -14,9 +14,9 @@ from engine.checks import check_layers_ran, check_weights, sum_where_ranks_agree
 from engine.fake_quant import measure, observed, observing_tokens
 from engine.losses.chunked import LossResult, chunked_losses
 from engine.losses.objective import ROUTER_AUX, Objective
-from engine.losses.teacher import CachedTeacher
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, trained_scales
 from engine.session.session import Session
+from engine.session.teacher import CachedTeacher
 from engine.state import LoopState, StepResult
 from model.ranks import RankError, raise_everywhere, reduce_over_ranks, world_size
 from model.zero import backward, drop_gradients, gathered, global_gradient_norm, gradient_norm

@@ -21,9 +21,8 @@ from engine.config.hub import named
 from engine.config.sections import ParallelRecipe
 from engine.losses.chunked import TeacherHidden, row_blocks
 from engine.losses.objective import take_top_k, tokens_at_a_time
-from engine.losses.teacher import ModelTeacher
-from engine.session.build_teacher import check_teacher, load_teacher
 from engine.session.context import RunContext, build_loader, pad_token, start_ranks
+from engine.session.teacher import ModelTeacher, check_teacher, load_teacher
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.console import progress_bar
 from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, naming, rank, say, world_size

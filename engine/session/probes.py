@@ -44,9 +44,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from data.loader import MicroBatch, model_inputs, on_device, pack_rows, pad
 from data.samples import IGNORE, Sample
 from engine.losses.chunked import TeacherHidden
-from engine.losses.teacher import ModelTeacher, SelfTeacher, Teacher
 from engine.session.context import rows_of
 from engine.session.session import Session
+from engine.session.teacher import ModelTeacher, SelfTeacher, Teacher
 from model.console import working
 from model.moe.experts import ExpertMLPs
 from model.ranks import gather_objects, raise_everywhere, say

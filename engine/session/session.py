@@ -24,9 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from data.loader import MicroBatch
 from data.samples import Sample
 from engine.config.config import Recipe
-from engine.losses.teacher import SelfTeacher, Teacher, unquantized_forward
 from engine.session.adapter import seed_of
-from engine.session.build_teacher import check_cache, check_teacher, load_teacher, open_cached_teacher
 from engine.session.context import META, RunContext, rows_of, stage_0
 from engine.session.optimizer import LossScale, initialize_frozen, initialize_student, peak_learning_rates
 from engine.session.student import (
@@ -36,6 +34,15 @@ from engine.session.student import (
     initial_scales,
     quantize_student,
     uses_fp8_gemm,
+)
+from engine.session.teacher import (
+    SelfTeacher,
+    Teacher,
+    check_cache,
+    check_teacher,
+    load_teacher,
+    open_cached_teacher,
+    unquantized_forward,
 )
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.checkpoint.load import check_headers

@@ -21,9 +21,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from engine.config.config import Recipe
 from engine.losses.chunked import TeacherHidden, TeacherTargets, TeacherTopK, chunked_losses
 from engine.losses.objective import CACHED_KINDS, TopK
-from engine.session.build_teacher import empty_teacher, quantize_teacher
 from engine.session.context import META, TORCH_DTYPES, stage_0
 from engine.session.student import empty_student, quantize_student
+from engine.session.teacher import empty_teacher, quantize_teacher
 from model.build import attention_for, read_config
 from model.head import LMHead, QuantHead, hidden_states, install_head, output_head, take_out_head
 from model.moe.experts import ExpertMLPs

@@ -13,7 +13,7 @@ from data.samples import IGNORE, Sample, samples_of
 from data.teacher_cache import CacheError, Manifest, TeacherCache, Writer
 from engine.loop import Loop
 from engine.losses.objective import DIAGNOSTICS
-from engine.losses.teacher import common_vocabulary, first_difference
+from engine.session.teacher import common_vocabulary, first_difference
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from tests.lib.checkpoints import edit_json
 from tests.lib.recipes import minimal

@@ -11,7 +11,7 @@ from torch import Tensor
 from data.loader import HeldOut, Loader, on_device, pad, valid_tokens, with_own_labels
 from data.samples import IGNORE, Sample
 from engine.losses.chunked import TeacherTopK
-from engine.losses.teacher import CachedTeacher
+from engine.session.teacher import CachedTeacher
 from model.sequence import SharedRows
 from tests.lib.tiny import tiny_model
 

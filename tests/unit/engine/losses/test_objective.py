@@ -24,7 +24,7 @@ from engine.losses.objective import (
     take_top_k,
     top_indices,
 )
-from engine.losses.teacher import CachedTeacher
+from engine.session.teacher import CachedTeacher
 from tests.lib.counting import Counting
 from tests.lib.definitions import kd_loss
 from tests.unit.engine.losses.cases import Case
