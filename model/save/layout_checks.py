@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
 from model.ranks import listed
-from model.save.mlx_models import full_attention_interval
+from model.save.finish import full_attention_interval
 from model.save.plan import EXPERT
 from quant import Quantization
 from quant.formats.layouts import Layout, check_layout

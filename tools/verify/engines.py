@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import GELUTanh
 
 from model.families import is_composite
+from model.save.finish import mlx_module
 from model.save.gguf_file import GGUF_FILE, open_gguf
 from model.save.gguf_names import GGUFNames, split
 from model.save.loadable import is_expert
-from model.save.mlx_models import mlx_module
 from model.save.plan import mlx_place
 from quant import QuantEmbedding, QuantLayer, QuantLinear
 from quant.formats.gguf import BLOCK, SIZES, TENSOR_SCALE
