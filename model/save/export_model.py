@@ -37,8 +37,7 @@ from model.save.as_source import dtypes_on_disk, has_dtypes_of, is_as_source, se
 from model.save.aside import Aside
 from model.save.finish import configuration, copy_companions, write_config, write_index
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf, without_towers
-from model.save.layout_checks import check_support
-from model.save.loadable import check_loadable, check_written
+from model.save.loadable import check_loadable, check_support, check_written
 from model.save.peft_adapter import PeftFolder
 from model.save.plan import Item, copied_modules, plan_shards
 from model.save.write import Writers, safetensors_file, write_shards

@@ -21,7 +21,7 @@ from engine.config.reading import load_recipe
 from engine.session_export import check_export
 from launch.verify import main as verify
 from model.save.export_model import export_model
-from model.save.layout_checks import EXECUTORCH_MODELS, MLX_MODELS, check_support
+from model.save.loadable import EXECUTORCH_MODELS, MLX_MODELS, check_support
 from quant import SCHEMES, replace_layers
 from quant.rules import Rule
 from tests.distributed.engine.scripts.train import run_all
