@@ -16,11 +16,11 @@ from engine.config.quant import SOURCE
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
 from model.checkpoint.fingerprint import digest_of_checkpoint
+from model.peft import collect_adapter
 from model.quantized.quantization_config import read_quantization_config, source_layout
 from model.ranks import listed, say
 from model.save.export_model import check_plan, export_model
 from model.save.loadable import not_loaded
-from model.save.peft_adapter import collect_adapter
 from quant import Quantization
 from quant.formats.layouts import Layout, check_layout
 

@@ -27,8 +27,7 @@ from model.checkpoint.names import Names
 from model.checkpoint.safetensors import AGAIN, INDEX, SINGLE, CheckpointError
 from model.console import progress_bar
 from model.ranks import RankError, listed
-from model.save.aside import Aside
-from model.save.finish import write_json
+from model.save.aside import Aside, write_json
 from model.save.gguf_names import (
     GEMMA4_SOFTCAP,
     ROPE_FREQS,

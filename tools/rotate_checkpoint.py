@@ -38,8 +38,8 @@ from model.checkpoint.safetensors import AGAIN, INDEX, CheckpointError, DiskTens
 from model.console import progress_bar
 from model.quantized.quantization_config import is_quantized, read_json_object
 from model.ranks import errors_on_all_ranks
-from model.save.aside import Aside
-from model.save.finish import copy_companions, write_json
+from model.save.aside import Aside, write_json
+from model.save.finish import copy_companions
 from model.save.shard_writer import ShardWriter
 
 FP64_CHUNK = 2**25  # fp64 values at a time: 256 MB, and one or two copies

@@ -9,6 +9,7 @@ write.
 
 import fcntl
 import glob
+import json
 import os
 import re
 import secrets
@@ -17,6 +18,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from model.ranks import naming, say
 
@@ -109,3 +111,10 @@ def sync(path: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_json(value: dict[str, Any], path: Path) -> None:
+    """Write ``value`` to ``path`` and sync it to disk."""
+    with naming(path):
+        path.write_text(json.dumps(value, indent=2) + "\n")
+    sync(path)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.load import check_finite
 from model.checkpoint.safetensors import SINGLE, garbage_kept
-from model.peft import FOLDER
+from model.peft import FOLDER, PeftFolder
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.quantized.quantization_config import read_quantization_config, rounds_scales
 from model.ranks import errors_on_all_ranks, is_main, listed, say
@@ -38,7 +38,6 @@ from model.save.aside import Aside
 from model.save.finish import configuration, copy_companions, write_config, write_index
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf, without_towers
 from model.save.loadable import check_loadable, check_support, check_written
-from model.save.peft_adapter import PeftFolder
 from model.save.plan import Item, copied_modules, plan_shards
 from model.save.write import Writers, safetensors_file, write_shards
 from quant import Quantization, QuantLayer

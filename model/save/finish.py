@@ -4,7 +4,6 @@ For mlx-lm, config.json gets further entries. Files keep the names of the source
 except those of experts: a layer's experts are one tensor in MLX.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -20,8 +19,8 @@ from model.checkpoint.names import Names, module_name_on_disk
 from model.checkpoint.safetensors import INDEX
 from model.families import text_part
 from model.quantized.quantization_config import MODELOPT_FILE, read_json_object, rounds_scales
-from model.ranks import listed, naming
-from model.save.aside import sync
+from model.ranks import listed
+from model.save.aside import sync, write_json
 from model.save.plan import TIED_LAYOUTS, Item, copied_modules, mlx_place
 from model.zero import full_shape
 from quant import Quantization, QuantLayer
@@ -213,13 +212,6 @@ def copy_companions(source: Path, directory: Path, *, as_source: bool = False) -
             else:
                 shutil.copyfile(path, directory / path.name)
                 sync(directory / path.name)
-
-
-def write_json(value: dict[str, Any], path: Path) -> None:
-    """Write ``value`` to ``path`` and sync it to disk."""
-    with naming(path):
-        path.write_text(json.dumps(value, indent=2) + "\n")
-    sync(path)
 
 
 def add_mlx_entries(config: dict[str, Any], model: PreTrainedModel, quantization: Quantization) -> None:

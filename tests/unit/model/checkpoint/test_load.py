@@ -12,11 +12,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from model.checkpoint.load import check_finite
+from model.peft import PeftFolder
 from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_scales
 from model.ranks import RankError
 from model.save.export_model import export_model
-from model.save.peft_adapter import PeftFolder
 from model.scales.loading import load_scales
 from quant import SCHEMES
 from quant.adapters import Adapter
