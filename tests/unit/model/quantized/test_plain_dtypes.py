@@ -11,8 +11,7 @@ from torch import Tensor
 
 from model.quantized.checkpoint import read_checkpoint
 from model.quantized.quantization_config import _WRITTEN, source_layout
-from model.save.as_source import dtypes_on_disk
-from model.save.export_model import export_model
+from model.save.export_model import dtypes_on_disk, export_model
 from quant import SCHEMES, Rule
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import edit_checkpoint, load_quantized, quantized, read_tensors, same_bits, with_low_bits
