@@ -24,7 +24,7 @@ from model.checkpoint.load import load_weights
 from model.console import working
 from model.head import output_head
 from model.moe.experts import ExpertMLPs, router_names
-from model.ptq_init import choose_initial_codes
+from model.ptq_init.layerwise import choose_initial_codes
 from model.quantized.checkpoint import source_schemes
 from model.quantized.quantization_config import is_quantized
 from model.quantized.quantize_on_load import fill_quantize_on_load_scales

@@ -1,6 +1,10 @@
-"""GPTQ for a decoder layer (:mod:`quant.gptq` has the arithmetic). Linears with the same input are quantized together,
-and later Linears then get inputs from quantized layers. Gram matrices of inputs are summed over ranks; each rank
-chooses codes for the rows of which it has elements.
+"""Initialize codes from samples. Decoder layers are gathered and quantized one after the other, so that the codes of a
+layer fit the inputs that the quantized layers before it produce. Codes are chosen by GPTQ, and optionally trained
+afterwards (:mod:`model.ptq_init.blockwise`).
+
+In a decoder layer, Linears with the same input are quantized together, and later Linears then get inputs from quantized
+layers. Gram matrices of inputs are summed over ranks; each rank chooses codes for the rows of which it has elements
+(:mod:`quant.gptq` has the arithmetic).
 
 Inputs with dynamic scales are quantized meanwhile, as in training. Inputs with a stored scale, keys and values are not:
 their scales are measured later, in the model with these codes.
@@ -18,11 +22,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from model.ptq_init.layer_samples import LayerSamples, Stop
-from model.ranks import errors_on_all_ranks, reduce_over_ranks
+from model.console import progress_bar, working
+from model.ptq_init import blockwise as tuning
+from model.ptq_init.layer_samples import LayerSamples, Stop, decoder_layers, measure_inputs, record
+from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks, say
 from model.scales.in_place import write_scales
-from model.zero import full_shape, gathered, is_partitioned, local_data, local_range, whole_values
+from model.zero import (
+    forget_secondary_copies,
+    full_shape,
+    gathered,
+    is_partitioned,
+    local_data,
+    local_range,
+    whole_values,
+)
 from quant import Quantization, Quantizer, QuantLayer, QuantLinear, Scale, kernels
 from quant.gemm import rotate
 from quant.gptq import add_inputs, choose, row_errors
@@ -30,6 +45,93 @@ from quant.linear import LinearPart, linears_of
 from quant.reference import fake_quantize_tokens
 from quant.rules import fused_sets
 from quant.scale import have_codes, snap_to_codes
+
+
+@torch.no_grad()
+def choose_initial_codes(
+    model: PreTrainedModel,
+    quantization: Quantization,
+    samples: Sequence[tuple[Tensor, bool]],
+    device: torch.device,
+    *,
+    tuned_rows: int | None = None,
+) -> None:
+    """Choose codes and scales of the weights of ``model`` from samples, and write both into the model; a collective.
+    Call it before ``deepspeed.initialize``. Quantized layers outside the decoder layers (lm_head, embeddings) and
+    layers that the samples do not reach keep their weights, which are rounded to nearest. The model is in training mode
+    afterwards.
+
+    Args:
+        model, quantization: the quantized model; weights and their scales are loaded.
+        samples: batches of equal-length samples, the same number on every rank: ``input_ids [n, T]``, and True if the
+            batch counts; False marks a batch without effect that lets this rank run as many batches as the others.
+        device: device on which the model runs the samples.
+        tuned_rows: samples per rank and step for training each decoder layer after GPTQ
+            (:mod:`model.ptq_init.blockwise`), rounded up to whole batches; None for GPTQ only.
+
+    Raises:
+        RankError: on every rank: the model has no decoder layers, or they do not run once each, one after the other;
+            inputs have NaN or Inf; or the model's dtype cannot represent all values of the codes.
+    """
+    blocks = decoder_layers(model, quantization)
+    if not blocks:
+        raise_everywhere(
+            "quant.init: expected rtn for this model: none of its quantized layers is in a decoder layer of "
+            "transformers' class GradientCheckpointingLayer"
+        )
+    model.eval()
+    with quantization.paused():
+        with working("first codes, inputs of the decoder layers"):
+            found = record(model, blocks, samples, device)
+        errors, of_layers = CodeErrors(), tuning.LayerErrors()
+        done: list[str] = []
+        original = list(found.hidden)
+        prefixes = tuple(f"{name}." for name in found.layers)
+        steps = sum(name.startswith(prefixes) for name in quantization.layers)
+        steps += len(found.layers) * tuning.STEPS if tuned_rows else 0
+        with progress_bar(steps, "first codes", "step" if tuned_rows else "layer") as bar:
+            for name in found.layers:
+                block = blocks[name]
+                if tuned_rows:
+                    found.advance(block, name, original)
+                    weights = tuning.own_weights(quantization, name)
+                for names in choose_codes(model, quantization, block, name, found, errors):
+                    _switch_on(quantization, names)
+                    done += names
+                    bar.update(len(names))
+                if tuned_rows:
+                    measure_inputs(quantization, block, name, found)
+                    chosen = [one for one in done if one.startswith(f"{name}.")]
+                    _switch_on(quantization, chosen, all_inputs=True)
+                    tuning.tune(
+                        quantization,
+                        block,
+                        name,
+                        found,
+                        original,
+                        weights,
+                        tuned_rows,
+                        errors=of_layers,
+                        progress=bar.update,
+                    )
+                found.leave(block, name)
+    forget_secondary_copies(model)
+    model.train()
+    left = [name for name in quantization.layers if name not in done]
+    texts = [errors.text(), *([of_layers.text()] if tuned_rows else [])]
+    texts += [f"nearest codes: {listed(left, 5)}"] if left else []
+    count = int(reduce_over_ranks(torch.tensor(sum(found.sizes))))
+    say(f"gptq: {len(done)} layers, {count} samples, {'; '.join(texts)}")
+
+
+def _switch_on(quantization: Quantization, names: Sequence[str], *, all_inputs: bool = False) -> None:
+    """Fake-quantize the weights of these layers, and their inputs if no input scale must be stored, or with
+    ``all_inputs``."""
+    for inputs in (False, True):
+        alike = [name for name in names if (all_inputs or quantizes_inputs(quantization.layers[name])) == inputs]
+        if alike:
+            quantization.set_fake_quant(True, inputs, "|".join(map(re.escape, alike)))
+
 
 Sets = list[list[str]]  # names of quantized layers with the same input
 

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from transformers import PreTrainedConfig
 
-from model.ptq_init import decoder_layers
+from model.ptq_init.layer_samples import decoder_layers
 from model.ptq_init.layerwise import quantized_together
 from quant import QuantLayer
 from quant.linear import linears_of

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from data.loader import MicroBatch
 from engine.session.context import init_ranks, samples_on_all_ranks
 from model.ptq_init import blockwise as tuning
-from model.ptq_init import choose_initial_codes
+from model.ptq_init.layerwise import choose_initial_codes
 from model.ranks import rank
 from model.scales.in_place import renew_weight_scales
 from model.zero import gathered, partition_new_parameters

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from model.ptq_init import blockwise as tuning
-from model.ptq_init import choose_initial_codes, decoder_layers
-from model.ptq_init.layer_samples import record
+from model.ptq_init.layer_samples import decoder_layers, record
+from model.ptq_init.layerwise import choose_initial_codes
 from quant.scale import first_input_scale
 from tests.lib.checkpoints import CPU
 from tests.unit.model.ptq_init.test_gptq import inputs_of, quantized, samples

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.ptq_init import choose_initial_codes
+from model.ptq_init.layerwise import choose_initial_codes
 from model.ranks import RankError
 from model.scales.in_place import renew_weight_scales
 from quant import Quantization, Quantizer, Scale, kernels

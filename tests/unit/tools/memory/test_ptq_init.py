@@ -11,7 +11,7 @@ from benchmarks.timing import most_allocated
 from engine.config.config import Recipe
 from engine.config.quant import QuantRecipe
 from model.ptq_init import blockwise as tuning
-from model.ptq_init import choose_initial_codes
+from model.ptq_init.layerwise import choose_initial_codes
 from quant import SCHEMES
 from tests.lib.checkpoints import CPU, quantized
 from tests.lib.recipes import minimal
