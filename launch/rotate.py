@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 from launch.exits import clean_exit
 from launch.scripts import add_plain_model, fetch_checkpoints, option_parser
 from model.ranks import errors_on_all_ranks
-from tools.rotate_checkpoint import rotate_checkpoint
+from tools.outliers import rotate_checkpoint
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from engine.session.context import init_ranks
 from launch.exits import clean_exit
 from launch.scripts import add_plain_model, fetch_checkpoints, int_from, option_parser, path_option
 from model.ranks import say
-from tools.smooth_checkpoint import smooth_checkpoint
+from tools.outliers import smooth_checkpoint
 
 
 def main() -> None:

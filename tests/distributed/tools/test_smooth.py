@@ -9,7 +9,7 @@ from tests.lib.checkpoints import edit_json, read_tensors
 from tests.lib.launcher import run_ranks, run_waiting
 from tests.lib.root import ROOT
 from tests.lib.tiny import TEXT, tiny_checkpoint
-from tools.smooth_checkpoint import smooth_checkpoint
+from tools.outliers import smooth_checkpoint
 
 SCRIPT = ROOT / "launch" / "smooth.py"
 
