@@ -2,10 +2,12 @@
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -262,6 +264,26 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def on_input(change: Callable[[Tensor], Tensor], _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply ``change`` to a module's input: with it a forward pre-hook."""
     return (change(arguments[0]), *arguments[1:])
+
+
+def rounded(model: PreTrainedModel, quantization: Quantization, times: int) -> Iterator[None]:
+    """Change the embeddings, and the inputs of all quantized layers, by about one rounding; yield ``times`` times. The
+    changes differ each time. After the last one the model is as before."""
+    weight = cast("Tensor", model.get_input_embeddings().weight)
+    before, size = weight.clone(), 1e-6 if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps / 2
+
+    def changed(x: Tensor) -> Tensor:
+        return (x.float() * (1 + size * torch.randn(x.shape))).to(x.dtype)
+
+    modules = [*quantization.layers.values(), *quantization.caches.values()]
+    with ExitStack() as stack:
+        for module in modules:  # before their inputs are quantized
+            hook = module.register_forward_pre_hook(partial(on_input, changed), prepend=True)
+            stack.callback(hook.remove)
+        for _ in range(times):
+            weight.copy_(changed(before))
+            yield
+        weight.copy_(before)
 
 
 def compare(ours: Iterable[Tensor], theirs: Iterable[Tensor], batches: Sequence[Tensor]) -> LogitComparison:

