@@ -20,7 +20,7 @@ from model.head import embedding_rows
 from model.quantized.quantization_config import read_json_object
 from model.ranks import listed
 from model.save.export_model import export_model
-from quant import Quantization
+from quant import QuantEmbedding, Quantization
 from tools.compressed import load_compressed
 
 
@@ -275,9 +275,10 @@ def rounded(model: PreTrainedModel, quantization: Quantization, times: int) -> I
     def changed(x: Tensor) -> Tensor:
         return (x.float() * (1 + size * torch.randn(x.shape))).to(x.dtype)
 
-    modules = [*quantization.layers.values(), *quantization.caches.values()]
+    modules = (*quantization.layers.values(), *quantization.caches.values())
     with ExitStack() as stack:
-        for module in modules:  # before their inputs are quantized
+        for module in (one for one in modules if not isinstance(one, QuantEmbedding)):  # whose inputs are token ids
+            # before inputs are quantized
             hook = module.register_forward_pre_hook(partial(on_input, changed), prepend=True)
             stack.callback(hook.remove)
         for _ in range(times):

@@ -16,7 +16,7 @@ from tests.lib.checkpoints import edit_json, edit_tensors, exported, quantized
 from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 from tools.verify.check import FLIPS, OUR_FORWARD_KL, compare_with_transformers, problems_of_files
-from tools.verify.comparison import LogitComparison, Report, windows
+from tools.verify.comparison import LogitComparison, Report, logits_of, rounded, windows
 
 FP8 = SCHEMES["fp8_static"]
 # The tiny models are 48 wide inside and odd elsewhere.
@@ -93,6 +93,21 @@ def test_other_codes_in_many_layers_are_no_error(tmp_path, kind):
     same, ours, given = (report.logits[name].kl for name in ("same arithmetic", "our forward", "inputs as given"))
     assert report.ok and ours > 0.5 * given > OUR_FORWARD_KL * 0.5, report.table()
     assert same == 0 if kind == "llama" else same > 1e-5
+
+
+def test_a_rounding_changes_no_token(tmp_path):
+    """Inputs of quantized embeddings are token ids, of which nearly half would become another one."""
+    source, ids = tiny_checkpoint(tmp_path / "source", even=True), torch.randint(7, 300, (2, 64))
+    embedding = {"model.embed_tokens": SCHEMES["w8a16_channel"]}
+    model, quantization = quantized(source, SCHEMES["int8_dynamic"], named=embedding)
+    given: list[torch.Tensor] = []
+    model.float().get_input_embeddings().register_forward_hook(lambda _, arguments, __: given.append(arguments[0]))
+    with torch.no_grad():
+        before = logits_of(model, ids)
+        changed = [logits_of(model, ids) for _ in rounded(model, quantization, 2)]
+        assert torch.equal(logits_of(model, ids), before)
+    assert len(given) == 4 and all(torch.equal(found, ids) for found in given)
+    assert all(0 < (logits - before).abs().max() < before.std() for logits in changed)
 
 
 @pytest.fixture(scope="module")
