@@ -65,6 +65,7 @@ def write_run(directory: Path, kind: str, stage: int, name: str) -> Path:
         "train": {"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": STEPS, "quant_stats_every": 0},
         **RECIPES[name],
     }
+    sections["quant"] = {"calibration_batches": 2, **sections["quant"]}
     sections["export"] = {"enabled": True, **sections.get("export", {})}
     model = directory / f"{kind}-{stage}-{SOURCE}" / "export" if name == "lora_source" else directory / kind
     loss = {"teacher": str(directory / kind), "diagnostics_every": 0}  # the record is of losses alone

@@ -85,7 +85,7 @@ def write_recipe(
         "train": {"steps": STEPS, "gradient_accumulation_steps": 2},
         "optim": {"lr": 1e-3, "scale_lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "grad_clip": 0.5},
         "loss": {"kd_weight": 0.5, "kd": "cakld", "teacher": str(model)},
-        "quant": {"calibration_batches": 2},
+        "quant": {"calibration_batches": 1},
         "export": {"enabled": False},
         "deepspeed": str(ds_config),
         "output_dir": str(directory / name),

@@ -24,7 +24,7 @@ from tests.lib.variants import (
 )
 
 MOE = "qwen3_moe even"
-FEW = {"steps": 3, "gradient_accumulation_steps": 2, "quant_stats_every": 2}
+FEW = {"steps": 3, "gradient_accumulation_steps": 2}
 LORA = {
     "adapter": {"kind": "lora", "rank": 4, "alpha": 8.0, "ranks": {".*down_proj": 6}},
     "learnable": {"weight": False},
@@ -96,6 +96,7 @@ def decoupled(stage: int, kind: str = EVEN, dtype: str = "bfloat16", **quant: An
 
 
 EXPORT = {"export": {"enabled": True}}
+WATCHED = {"quant_stats_every": 2}
 INT4 = {"quant": {"scheme": "w4a16_g32"}}
 SELF = {"kd_weight": 1.0, "kd": "kl"}
 LATER = {**FOLLOWED, "scales_follow_weights": False, "fake_quant_start": 2}
@@ -107,10 +108,10 @@ def runs(directory: Path) -> dict[str, Variant]:
         "plain_0": adapted(0, dtype="float32"),
         "plain_3": adapted(3, dtype="float32"),
         "plain_moe": adapted(3, MOE, "float32"),
-        "mixed": adapted(3, quant=MIXED, **EXPORT),
+        "mixed": adapted(3, quant=MIXED, train=WATCHED, **EXPORT),
         "followed": adapted(3, quant=FOLLOWED, learnable={"weight_scale": False}, **EXPORT),
         "later": adapted(3, quant=LATER, optim={"scale_lr": 0.0}),
-        "stacked": adapted(3, MOE, quant={**FOLLOWED, **STATIC}, **EXPORT),
+        "stacked": adapted(3, MOE, quant={**FOLLOWED, **STATIC}, train=WATCHED, **EXPORT),
         "more": adapted(3, MOE, quant=MORE, **EXPORT),
         "experts": adapted(3, MOE, **INT4, **PER_EXPERT, **EXPORT),
         "self": adapted(2, dtype="float32", **INT4, loss={**SELF, "teacher": "self"}),

@@ -146,7 +146,7 @@ def host_waits(loop: Loop, seen: dict[str, Any]) -> None:
 # The runs
 # ---------------------------------------------------------------------------------------------------------------------
 
-TWO = {"steps": 2, "quant_stats_every": 1}
+TWO = {"steps": 2}
 STILL = {"optim": {"lr": 0.0, "scale_lr": 0.0}, "quant": {"fake_quant_start": -1, "calibration_batches": 0}}
 SCALES = {"stage": 3, "train": TWO, "learnable": {"weight": False, "act_scale": True}}
 CALIBRATED = {"stage": 3, "loss": NO_TEACHER, "train": {"steps": 2}}

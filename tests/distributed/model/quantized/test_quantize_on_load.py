@@ -15,7 +15,6 @@ from tests.lib.plain import load_result
 from tests.lib.recipes import write_ds_config
 from tests.lib.tiny import tiny_checkpoint
 
-TRAIN = {"quant_stats_every": 2}
 MAKE = {"train": {"steps": 2, "gradient_accumulation_steps": 1}}
 ATTENTION = {"targets": [".*self_attn.*"]}
 BASES = {"weights": "weights", "codes": "quantized"}  # how it is held
@@ -23,10 +22,10 @@ CODES = {"adapter": {"base": "quantized"}}
 SOURCE = {"quant": {"scheme": "source"}}
 MERGED, MERGED_CODES = {"adapter": {"merge": True}}, {"adapter": {"merge": True, "base": "quantized"}}
 ATTENTION_CODES = {**ATTENTION, "base": "quantized"}
-RANK_0, RECOMPUTED = {"model": {"load": "rank0"}}, {"train": {**TRAIN, "activation_checkpointing": True}}
+RANK_0, RECOMPUTED = {"model": {"load": "rank0"}}, {"train": {"activation_checkpointing": True}}
 SELF = {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}
-BEGUN = {"train": {**TRAIN, "steps": 2, "checkpoint_every": 2}, **NO_EXPORT}
-RESUMED = {"train": {**TRAIN, "checkpoint_every": 2, "resume": True}, **NO_EXPORT}
+BEGUN = {"train": {"steps": 2, "checkpoint_every": 2}, **NO_EXPORT}
+RESUMED = {"train": {"checkpoint_every": 2, "resume": True}, **NO_EXPORT}
 # A scheme of each kind that can be made of rows.
 MADE = {
     "quant": {
@@ -41,7 +40,7 @@ RUNS = {
     "mixed": ("qwen3", 3, "bfloat16", {"quant": MIXED, **MAKE}),
     "experts": ("qwen3_moe", 3, "bfloat16", {"adapter": ATTENTION, **MAKE}),
     "mixed_weights_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **SELF}),
-    "mixed_codes_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **SELF, **CODES}),
+    "mixed_codes_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **SELF, **CODES, "train": {"quant_stats_every": 2}}),
     "mixed_begun_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **SELF, **CODES, **BEGUN}),
     "mixed_resumed_3": (
         "{mixed}",
@@ -72,8 +71,7 @@ PAIRS = ("mixed_{}_3", "mixed_{}_2", "experts_{}_3", "made_{}_3", "made_{}_2")
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> dict[str, Path]:
-    runs = {name: (*run, {"train": TRAIN, **sections}) for name, (*run, sections) in RUNS.items()}
-    return train_all(tmp_path_factory.mktemp("held"), runs, "held")
+    return train_all(tmp_path_factory.mktemp("held"), RUNS, "held")
 
 
 def both(paths: dict[str, Path], pair: str) -> tuple[dict, dict]:
@@ -179,7 +177,7 @@ def test_other_configurations_train_as_beside_weights(tmp_path, paths):
     configurations = ("zero2_offload", "zero3_offload", "zero3_offload_param", "zero3_hpz")  # hpZ last
     runs: Runs = {}
     for shipped in configurations:
-        common = {**SOURCE, **NO_EXPORT, "train": TRAIN}
+        common = {**SOURCE, **NO_EXPORT}
         common["deepspeed"] = write_ds_config(tmp_path, f"every_{shipped}", shipped)
         for base in ("weights", "codes"):
             runs[f"{base}_{shipped}"] = ("mixed", 3, "bfloat16", {**common, "adapter": {"base": BASES[base]}})

@@ -16,7 +16,7 @@ from tests.lib.variants import assert_same_weights
 STAGES = (0, 1, 2, 3)
 # What the action of the runs changes in the first step, as a user's script may.
 CHANGED = "model.layers.1.input_layernorm.weight"
-TRAIN = {"gradient_accumulation_steps": 2, "checkpoint_every": 2, "quant_stats_every": 4}
+TRAIN = {"gradient_accumulation_steps": 2, "checkpoint_every": 2}
 ADAPTER, QUANT = {**LORA["adapter"], "merge": True}, {"scheme": "fp8_static", "calibration_batches": 1}
 LEARNABLE = {"weight": False, "weight_scale": True}
 STEPS = {"straight": 3, "begun": 2, "resumed": 3}
