@@ -16,21 +16,19 @@ The bar: stacked makes no more of any kind than plain, and takes at most 1.10 of
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import timing  # noqa: E402
+from benchmarks import timing
+from tests.lib.launcher import on_ranks
 
 # The plain model last: zero.Init around the constructors of transformers leaves its classes changed.
 WAYS = ("stacked", "per_expert", "plain")
@@ -125,12 +123,12 @@ def logged() -> tuple[Counter, Counter]:
     return calls, sizes
 
 
-def measure(directory: Path, results: Path, threshold: int | None, rounds: int, chosen: list[str]) -> None:
-    """On each rank: the chosen ways at one threshold; rank 0 writes what it found."""
+def measure(directory: Path, threshold: int | None, rounds: int, chosen: list[str]) -> dict[str, Any]:
+    """Measure the chosen ways at one threshold, on each rank."""
     import deepspeed
 
     from engine.session.context import init_ranks
-    from model.ranks import is_main, rank
+    from model.ranks import rank
 
     init_ranks()
     steps, rows = {}, {}
@@ -159,8 +157,6 @@ def measure(directory: Path, results: Path, threshold: int | None, rounds: int, 
         deepspeed.comm.configure(enabled=False)
         rows[way] = {"calls": calls, "bytes": sizes, "parameters": len(list(engine.module.parameters())), "made": made}
         steps[way] = step
-        if is_main():
-            print(f"threshold {threshold}, {way}: {dict(calls)}, made in {made:.0f} s", flush=True)
     timings = timing.interleave(steps, rounds, 1)
     for way, row in rows.items():
         row |= {
@@ -168,9 +164,8 @@ def measure(directory: Path, results: Path, threshold: int | None, rounds: int, 
             "ratio": timings[way].ratio(timings["plain"]),
             "text": timings[way].text(timings["plain"]),
         }
-    if is_main():
-        results.write_text(json.dumps({"threshold": threshold, "ways": rows}))
     torch.distributed.destroy_process_group()
+    return {"threshold": threshold, "ways": rows}
 
 
 def report(found: list[dict]) -> list[str]:
@@ -195,7 +190,9 @@ def report(found: list[dict]) -> list[str]:
 
 
 def main() -> None:
-    """Launch both ranks, write the table."""
+    """Measure on two ranks, write the table."""
+    from benchmarks import moe  # ranks find a function of this file by this name
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
@@ -203,27 +200,14 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without_per_expert", action="store_true", help="which takes minutes to make")
-    parser.add_argument("--measure", nargs=2, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--threshold", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure:
-        chosen = [way for way in WAYS if way != "per_expert" or not options.without_per_expert]
-        measure(*options.measure, options.threshold, options.rounds, chosen)
-        return
-    from launch.scripts import find_launcher
-
-    with tempfile.TemporaryDirectory() as temporary:
-        directory, results = Path(temporary), Path(temporary) / "results.json"
-        write_config(directory, options.layers, options.experts, options.hidden, options.inner)
-        launcher = [find_launcher(), "--num_gpus", "2", "--master_port", "29677"]
-        arguments = [__file__, "--measure", str(directory), str(results), "--rounds", str(options.rounds)]
-        arguments += ["--without_per_expert"] if options.without_per_expert else []
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        found = []
-        for threshold in ([], ["--threshold", "0"]):
-            subprocess.run([*launcher, *arguments, *threshold], check=True, env=environment)
-            found.append(json.loads(results.read_text()))
+    chosen = [way for way in WAYS if way != "per_expert" or not options.without_per_expert]
+    found = []
+    with tempfile.TemporaryDirectory() as directory:
+        write_config(Path(directory), options.layers, options.experts, options.hidden, options.inner)
+        for threshold in (None, 0):
+            found.append(on_ranks(moe.measure, Path(directory), threshold, options.rounds, chosen)[0][0])
+            print(found[-1], flush=True)
     sizes = f"{options.layers} layers, {options.experts} experts, top 8, hidden {options.hidden}, intermediate "
     timing.write(
         timing.RESULTS,
