@@ -7,7 +7,7 @@ The rounding bin of a code is the set of all numbers that round to it. If codes 
 (GPTQ, a file of another tool) and the weight trains, :func:`snap_to_codes` moves each weight outside the bin of its
 code to the middle of the bin. If they were moved only to the edge of the bin, nearer to their original value, half of
 these weights would leave the bin again in the first training steps. Weights inside their bin keep their original value
-(benchmarks/results/recovery_start.md).
+(benchmarks/results/small_models.md).
 
 The scale check judges the scales of a weight by their quantization error. Many scales are valid for one weight: absmax,
 smallest squared error, clipped, signed, rounded to a power of two, or trained over thousands of steps. So the check is
