@@ -202,9 +202,9 @@ def _parse(argv: Sequence[str]) -> Recipe:
         _check_keys(path)
     parser = _parser()
     try:
-        printed = any(word.startswith("--print_config") for word in argv)
-        # Recipe has the defaults; with the parser's it takes six times as long.
-        values = vars(parser.instantiate(parser.parse_args(list(argv), defaults=printed)))
+        # Recipe has the defaults; with the parser's it takes six times as long. --quant.exempt+ X appends to them.
+        filled = any(re.match(r"--print_config|--[\w.]+\+(=|$)", word) for word in argv)
+        values = vars(parser.instantiate(parser.parse_args(list(argv), defaults=filled)))
     except ArgumentError as error:
         without = not any(word.partition("=")[0] == "--config" for word in argv)
         raise RecipeError(_lines(error, without_file=without)) from error

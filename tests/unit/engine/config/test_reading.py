@@ -33,6 +33,18 @@ def test_file_then_overrides_then_defaults(tmp_path: Path) -> None:
     assert recipe.data.train == ["a.jsonl", "b.jsonl"]
 
 
+@pytest.mark.parametrize("words", [1, 2])
+def test_a_plus_appends_to_the_default(tmp_path: Path, words: int) -> None:
+    base = load_recipe(path := write_minimal(tmp_path))
+    values = {"quant.exempt": ".*o_proj", "train.report_to": "wandb", "data.train": "b.jsonl"}
+    lists = {key: found for key, owner, item in recipe_options(base) if (found := getattr(owner, item.name))}
+    assert values.keys() == {key for key, found in lists.items() if isinstance(found, list)}
+    for key, value in values.items():
+        argv = [f"--{key}+={value}"] if words == 1 else [f"--{key}+", value]
+        recipe = parse_recipe(["--config", str(path), *argv], check_files=False)
+        assert getattr(getattr(recipe, key.split(".")[0]), key.split(".")[1]) == [*lists[key], value]
+
+
 @pytest.mark.parametrize(
     ("option", "text", "value"),
     [
