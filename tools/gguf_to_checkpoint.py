@@ -24,7 +24,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from model.build import build_model
 from model.checkpoint.load import check_headers
 from model.checkpoint.names import Names
-from model.checkpoint.safetensors import AGAIN, INDEX, SINGLE, CheckpointError
+from model.checkpoint.safetensors import AGAIN, SINGLE, CheckpointError
 from model.console import progress_bar
 from model.ranks import RankError, listed
 from model.save.aside import Aside, write_json
@@ -39,7 +39,7 @@ from model.save.gguf_names import (
     in_file,
     other_values,
 )
-from model.save.shard_writer import ShardWriter
+from model.save.shard_writer import ShardWriter, write_index
 from tools.gguf_metadata import ENDS, GGUFSource, build_tokenizer, shape_of
 
 _CHUNK = 2**24  # fp32 values at a time: 64 MB, and some copies
@@ -137,8 +137,7 @@ def convert_gguf(source: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16
         files = [SINGLE]
         if len(shards) > 1:
             files = [f"model-{index:05}-of-{len(shards):05}.safetensors" for index in range(1, len(shards) + 1)]
-            weight_map = {key: name for name, shard in zip(files, shards, strict=True) for key in shard}
-            write_json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, aside.path / INDEX)
+        write_index(aside.path, dict(zip(files, shards, strict=True)), sum(sizes.values()))
         rounded = set()
         with progress_bar(sum(sizes.values()), "convert", "B") as bar:
             for name, shard in zip(files, shards, strict=True):

@@ -48,13 +48,13 @@ from transformers import PretrainedConfig
 from data.samples import load_tokenizer
 from model.build import build_model, read_config
 from model.checkpoint.load import check_headers
-from model.checkpoint.safetensors import AGAIN, INDEX, CheckpointError, DiskTensor, Reader, read_headers, read_tensor
+from model.checkpoint.safetensors import AGAIN, CheckpointError, DiskTensor, Reader, read_headers, read_tensor
 from model.console import progress_bar
 from model.quantized.quantization_config import is_quantized, read_json_object
 from model.ranks import RankError, errors_on_all_ranks, is_main, listed, reduce_over_ranks, world_size
 from model.save.aside import Aside, write_json
 from model.save.finish import copy_companions
-from model.save.shard_writer import ShardWriter
+from model.save.shard_writer import ShardWriter, write_index
 from tools.evaluation.perplexity import default_length, load_for_evaluation, read_eval_text
 from tools.evaluation.score import reference_of, rolling_windows
 
@@ -225,10 +225,7 @@ def write_changed(
                         writer.write(key, written)
                         bar.update(written.nbytes)
                     writer.finish()
-        if len(files) > 1:
-            places = {key: file for file, shapes in files.items() for key in shapes}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-            write_json(index, aside.path / INDEX)
+        write_index(aside.path, files, total)
         write_json(read_json_object(source / "config.json") | dict(config), aside.path / "config.json")
         copy_companions(source, aside.path)
         aside.publish()

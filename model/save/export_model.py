@@ -45,10 +45,11 @@ from model.quantized.quantization_config import read_quantization_config, rounds
 from model.quantized.scales import read_small_scales
 from model.ranks import errors_on_all_ranks, is_main, listed, reduce_over_ranks, say
 from model.save.aside import Aside
-from model.save.finish import configuration, copy_companions, write_config, write_index
+from model.save.finish import configuration, copy_companions, write_config
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf, without_towers
 from model.save.loadable import check_loadable, check_support, check_written
 from model.save.plan import Item, copied_modules, plan_shards
+from model.save.shard_writer import write_index
 from model.save.write import Writers, safetensors_file, write_shards
 from model.scales.grouping import INPUT_GLOBAL_SCALE, INPUT_SCALE, INVERSE, WEIGHT_SCALE, arrange, cache_keys
 from model.zero import local_data, local_range
@@ -224,7 +225,8 @@ def export_model(
                 if layout == "gguf":
                     check_gguf_written(directory / GGUF_FILE, gguf)
                 else:
-                    write_index(shards, files, directory)
+                    keys = [[key for item in shard for key in item.shapes] for shard in shards]
+                    write_index(directory, dict(zip(files, keys, strict=True)), total)
                     check_written(directory, items)
                 shapes = {key: shape for item in items for key, shape in item.shapes.items()}
                 dtype = None if as_source and has_dtypes_of(checkpoint, shapes) else model.dtype

@@ -16,7 +16,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from model.build import UNTIED
 from model.checkpoint.names import Names, module_name_on_disk
-from model.checkpoint.safetensors import INDEX
 from model.families import text_part
 from model.quantized.quantization_config import MODELOPT_FILE, read_json_object, rounds_scales
 from model.ranks import listed
@@ -56,15 +55,6 @@ _COMPOSITE = {
     "qwen3_5_moe": "qwen3_5_moe",
     "gemma4": "gemma4",
 }
-
-
-def write_index(shards: list[list[Item]], files: list[str], directory: Path) -> None:
-    """Write the index (model.safetensors.index.json), which maps each key to its file; nothing for a single file."""
-    if len(files) == 1:
-        return
-    weight_map = {key: file for file, shard in zip(files, shards, strict=True) for item in shard for key in item.shapes}
-    size = sum(item.bytes for shard in shards for item in shard)
-    write_json({"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}, directory / INDEX)
 
 
 def write_config(

@@ -10,21 +10,30 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from model.checkpoint.safetensors import DTYPES
+from model.checkpoint.safetensors import DTYPES, INDEX
 from model.ranks import naming
+from model.save.aside import write_json
 from quant.formats.compressed_tensors import Shapes
 
 # In the library's order: wide elements first, so that each tensor begins at a multiple of its element's size.
 ORDER = ("I64", "F64", "F32", "U32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
 KINDS = {DTYPES[kind]: kind for kind in ORDER}
 SYNC_BYTES = 64 * 2**20
+
+
+def write_index(directory: Path, files: Mapping[str, Iterable[str]], total: int) -> None:
+    """Write model.safetensors.index.json, which maps each key to its file, in ``directory``; nothing for a single file.
+    ``files`` has the keys of each file; ``total`` is the number of bytes of all tensors."""
+    if len(files) > 1:
+        places = {key: file for file, keys in files.items() for key in keys}
+        write_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, directory / INDEX)
 
 
 class ShardWriter:
