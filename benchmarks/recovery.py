@@ -2,7 +2,7 @@
 
     python benchmarks/recovery.py --model DIR --train FILE [FILE ...] --text FILE [FILE ...] --out DIR
         [--schemes w2a16_g32 w3a16_g32] [--ways rtn gptq blockwise qat torchao] [--seeds 3] [--set KEY=VALUE ...]
-        [--other NAME=DIR_OR_GGUF ...] [--captured]
+        [--other NAME=DIR_OR_GGUF ...]
 
 rtn, gptq, blockwise
     post-training quantization by ``launch/calibrate.py``: nearest codes, GPTQ's, or those of ``quant.init blockwise``.
@@ -14,11 +14,9 @@ other
     files of other tools: a checkpoint that transformers or this project reads (GPTQ, AWQ, AutoRound), or a GGUF file,
     which launch/convert_gguf.py dequantizes (pip install -e '.[gguf]').
 
-``--captured`` trains qat as one CUDA graph (benchmarks/captured.py): for small models many times as fast, but
-interrupted training starts again. ``--set`` changes keys of the recipe in rtn to qat, and names the rows. Every model
-is written, read again and measured in fp32 on the first ``--tokens`` tokens of each text: perplexity, and
-KL(unquantized || model) and equal top tokens per token. Bits are those of the whole file, embeddings and scales
-included, for each parameter of the unquantized model.
+``--set`` changes keys of the recipe in rtn to qat, and names the rows. Every model is written, read again and measured
+in fp32 on the first ``--tokens`` tokens of each text: perplexity, and KL(unquantized || model) and equal top tokens per
+token. Bits are those of the whole file, embeddings and scales included, for each parameter of the unquantized model.
 
 Models and figures stay in ``--out``: a later call makes what is missing, resumes interrupted training, and its table
 and picture contain everything in the folder. Writes ``benchmarks/results/recovery_MODEL.md`` and ``.png``.
@@ -40,7 +38,6 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import timing
-from benchmarks.captured import train_captured
 from benchmarks.torchao_qat import takes, train_torchao
 from data.cache import digest
 from engine.config.config import Recipe
@@ -127,9 +124,7 @@ class Bench:
                 begun = (directory / "checkpoints").is_dir()
                 changes = {"train.checkpoint_every": CHECKPOINT_EVERY, "train.resume": begun}
             recipe = self.recipe(scheme, seed, directory, **changes)
-            if way == "qat" and self.options.captured:
-                train_captured(recipe)
-            elif way == "qat":
+            if way == "qat":
                 if Loop(recipe).run().step < steps:
                     raise SystemExit(f"{name}: stopped by a signal; the same command resumes it")
                 shutil.rmtree(directory / "checkpoints", ignore_errors=True)
@@ -246,7 +241,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--rows", type=int, default=2, help="of each step")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row, and of a window that is measured")
-    parser.add_argument("--captured", action="store_true", help="train qat as one CUDA graph")
     parser.add_argument("--tokens", type=int, default=8192, help="of each text that is measured on")
     parser.add_argument("--results", type=Path, default=timing.RESULTS, help="folder of the table and the picture")
     options = parser.parse_args()
