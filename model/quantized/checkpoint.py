@@ -53,6 +53,7 @@ from model.checkpoint.safetensors import (
 )
 from model.quantized.narrow_range import on_other_grid, with_grids
 from model.quantized.quantization_config import (
+    described_in,
     is_quantized,
     kv_cache_of,
     packing_of,
@@ -140,7 +141,7 @@ def _with_weights(checkpoint: Checkpoint, directory: Path, model: PreTrainedMode
     except CheckpointError:
         raise
     except ValueError as error:
-        raise CheckpointError(f"{directory / 'config.json'}: quantization_config: {error}") from error
+        raise CheckpointError(f"{described_in(directory)}: {error}") from error
     plain = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in found.beside}
     problems = checkpoint.problems + found.problems
     source = SourceCheckpoint({**plain, **coded}, problems, checkpoint.lost, found.beside)

@@ -71,6 +71,11 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     """Read the ``quantization_config`` of a checkpoint directory, from config.json or a quantizer's own file; None if
     it has none. Raises ValueError if there is no configuration file, one is damaged, two contradict each other, or a
     name pattern is invalid."""
+    return _find(directory)[0]
+
+
+def _find(directory: Path) -> tuple[dict[str, Any] | None, Path]:
+    """Read the ``quantization_config`` as :func:`find_quantization_config`, and return the file that has it too."""
     file, own = directory / "config.json", directory / MODELOPT_FILE
     if not file.is_file() and not own.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
@@ -90,17 +95,17 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
                     f"{own} has {key} {str(one)[:80]!r}, but {file} has {str(other)[:80]!r}: remove the file that does "
                     "not describe the weights, or download the checkpoint again"
                 )
-        return {**said, "quant_method": "modelopt"}
+        return {**said, "quant_method": "modelopt"}, own
     for name, method in _FILES.items():  # as early AutoGPTQ and AutoAWQ describe the codes beside it
         if not config and (directory / name).is_file() and any(key.endswith(".qweight") for key in _headers(directory)):
-            config = {"quant_method": method, **read_json_object(directory / name)}
+            file, config = directory / name, {"quant_method": method, **read_json_object(directory / name)}
     if not config:
-        return None
+        return None, file
     if not isinstance(config, dict):
         raise ValueError(f"{file} has a quantization_config that is a {type(config).__name__}, expected an object")
     if problem := next(_pattern_problems(config), None):
         raise ValueError(f"{file}: quantization_config.{problem}")
-    return config
+    return config, file
 
 
 def _headers(directory: Path) -> dict[str, DiskTensor]:
@@ -138,23 +143,31 @@ def read_quantization_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def described_in(directory: Path) -> str:
+    """Return the place of a checkpoint's ``quantization_config``, for error texts: config.json or a quantizer's file.
+    Raises ValueError as :func:`find_quantization_config`."""
+    file = _find(directory)[1]
+    return f"{file}: quantization_config" if file.name == "config.json" else str(file)
+
+
 def check_readable(directory: Path, *, rotated: bool = False) -> None:
     """Raise ValueError if the weights of a quantized checkpoint cannot be decoded, or are not quantized although it has
     a quantization_config; reads only configuration and headers. ``rotated``: ignore ``transform_config``, which the
     caller handles."""
-    config, file = read_quantization_config(directory), directory / "config.json"
+    config, where = read_quantization_config(directory), described_in(directory)
     try:
         rules = rules_of({**config, "transform_config": None} if rotated else config)
         problem = "" if any(rule.scheme for rule in rules) else None
     except ValueError as error:
         problem = str(error)
     if problem is not None and _has_plain_weights(directory):
+        described = "quantization_config from config.json" if where.endswith("quantization_config") else "this file"
         raise ValueError(
-            f"{file}: quantization_config has quant_method {config.get('quant_method')!r}, but the weights in "
-            f"{directory} are not quantized: remove quantization_config from config.json to train them"
+            f"{where} has quant_method {config.get('quant_method')!r}, but the weights in {directory} are not "
+            f"quantized: remove {described} to train them"
         )
     if problem:
-        raise ValueError(f"{file}: quantization_config: {problem}")
+        raise ValueError(f"{where}: {problem}")
 
 
 def rules_of(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:

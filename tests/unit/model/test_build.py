@@ -88,6 +88,10 @@ def test_a_quantization_config_over_plain_weights_is_to_be_removed(method: str, 
     )
     edit_json(path / "config.json", lambda config: config.pop("quantization_config"))
     load_model(path)
+    modelopt = path / "hf_quant_config.json"
+    modelopt.write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(RankError, match=rf"{modelopt} has .* not quantized: remove this file to train them"):
+        build(path)
 
 
 def test_a_failed_build_leaves_no_hook_behind(tmp_path: Path):

@@ -105,7 +105,10 @@ def test_codes_that_only_a_file_of_the_quantizer_describes_are_read(tmp_path, ki
         assert torch.equal(model.get_parameter(f"{name}.weight"), expected.half()), name
     edit_json(directory / file, desc_act=True)
     if kind == "gptq":
-        with pytest.raises(RankError, match="desc_act is true"):
+        with pytest.raises(RankError, match=r"quantize_config\.json: desc_act is true"):
             load_model(directory)
+    (directory / file).write_text("{")
+    with pytest.raises(RankError, match=rf"{file} is not readable JSON"):
+        load_model(directory)
     (tmp_path / "source" / file).write_text(json.dumps(config))
     load_model(tmp_path / "source")
