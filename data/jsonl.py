@@ -355,7 +355,7 @@ def _with_system(messages: list[Message], values: Mapping[str, Any], names: Mapp
     if first["role"] != "system":
         return [Message({"role": "system", "content": system}, places={"content": name}), *messages]
     if first["content"] != system:
-        raise BadLineError(f"found two system prompts, a system turn and another text in {name!r}; expected one")
+        raise BadLineError(f"found two system prompts: a system turn, and another text in {name!r}; expected one")
     return messages
 
 

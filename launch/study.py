@@ -193,7 +193,8 @@ def teaches_itself(recipe: Recipe) -> bool:
 
 
 def learns_itself(recipe: Recipe) -> bool:
-    """Tell if the only loss is distillation from the recipe's own unquantized model."""
+    """Tell if the recipe's own unquantized model teaches all that is learned: no loss but distillation from it, at no
+    step, and neither weight decay nor routers that train."""
     loss, path = recipe.loss, Path(recipe.model.path)
     itself = recipe.teacher_kind() == "model" and Path(str(loss.teacher)).resolve() == path.resolve()
     others = recipe.learnable.router or recipe.optim.weight_decay or any(event.loss for event in recipe.schedule)

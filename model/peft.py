@@ -72,8 +72,8 @@ class PeftSource:
         for key, tensor in found.items():
             if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
                 raise ValueError(
-                    f"adapter.start: {self.directory / WEIGHTS}: {key} is {tensor.dtype} {list(tensor.shape)}, "
-                    "expected finite floats only"
+                    f"adapter.start: {self.directory / WEIGHTS}: {key} ({tensor.dtype}) has NaN, Inf or values that "
+                    "are no floats, expected finite floats only"
                 )
         a, b = found.values()
         return a, b
@@ -81,8 +81,8 @@ class PeftSource:
 
 def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]) -> PeftSource:
     """Read the configuration, keys and shapes of an adapter in the folder ``directory``, not its values. Raises
-    ValueError, naming file and key, if there is no adapter, or an unsupported kind, or if one of its modules is not
-    among ``linears``, names of modules of ``model`` (an adapter need not have all of these)."""
+    ValueError, naming file and key, if there is no adapter, if its kind is unsupported, or if it has a module that is
+    not in ``linears`` (names of modules of ``model``, some of which it may lack)."""
     if not (config_file := directory / CONFIG).is_file():
         raise ValueError(f"{config_file} does not exist, expected the folder of an adapter")
     config = read_json_object(config_file)

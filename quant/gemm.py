@@ -112,7 +112,7 @@ def scaled_linear(
 
 
 def takes_codes_of_stacks(weight: Tensor) -> bool:
-    """Return True if :func:`scaled_linear` takes stacks on the device and in the dtype of ``weight``.
+    """Return True if :func:`scaled_linear` takes stacks of experts on the device and in the dtype of ``weight``.
 
     torch's grouped fp8 GEMM (scales per row, here all equal) needs compute capability 9.0 and bf16 results. A CPU
     multiplies the experts one by one; the meta device counts as a supported GPU.

@@ -162,11 +162,11 @@ class SharedInput:
     def get(
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
-        """Return the quantized ``x``, cached for the same ``wanted`` or computed by ``make``, and the cache of its
-        dequantized form for backward; None in place of this cache if nothing is shared.
+        """Return the quantized ``x``, stored for the same ``wanted`` or computed by ``make``, and the cache of its
+        dequantized form for backward, or None if nothing is shared.
 
-        A :class:`QuantizedActivation` carries its quantized form, which has no mask. Raises RuntimeError if this lacks
-        the values that the layer needs: fake quantization was switched between norm and layer.
+        A :class:`QuantizedActivation` carries its quantized form, which has no mask. Raises RuntimeError if that form
+        has only codes and the layer needs values: fake quantization was switched between norm and layer.
         """
         if isinstance(x, QuantizedActivation) and x.readers is self:
             if x.quantized.values is None and not wanted.codes_for_gemm:

@@ -490,7 +490,7 @@ def _input_groups(
         if len(set(widths.values())) > 1:
             raise ValueError(
                 f"layers that share an input scale have different in_features {widths}, expected one: exempt all of "
-                "them"
+                "them (quant.exempt_more)"
             )
         scale = _new_scale(linears[members[0]], (1,), learn and not spec.dynamic)
         groups.append(ScaleGroup(members[0], members, spec, scale, _observer(spec, ranges)))

@@ -239,11 +239,11 @@ def fake_quant_backward(
     scale_gradient: bool,
     of_weight: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of :func:`fake_quant`: straight-through for ``x``, for the scale by the module's surrogate.
+    """Compute the gradients of :func:`fake_quant`: straight-through for ``x``, by this file's surrogate for the scale.
 
     Returns the gradient of ``x`` in ``grad``'s dtype, and the gradient of the scale, fp32 in the scale's shape, summed
     over the elements that share it (None without ``scale_gradient``). With ``of_weight``, a non-finite element of ``x``
-    makes its own gradient NaN, or with ``scale_gradient`` only that of its scale.
+    makes a gradient NaN: that of its scale with ``scale_gradient``, else its own.
     """
     scale = per_run(scale, x.shape, spec)
     v, zero = _in_codes(x, scale), _per_part(zero)

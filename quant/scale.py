@@ -89,8 +89,8 @@ def check_fp32(scales: Mapping[str, Tensor | None]) -> None:
     for name, scale in scales.items():
         if scale is not None and scale.dtype != torch.float32:
             raise TypeError(
-                f"{name} is {scale.dtype}, expected torch.float32: something cast the whole module; "
-                "restore the frozen scales after it"
+                f"{name} is {scale.dtype}, expected torch.float32: a cast of its data has rounded it, as "
+                "deepspeed.initialize casts all parameters; call that inside model.zero.keep_frozen_fp32"
             )
 
 

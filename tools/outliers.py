@@ -210,7 +210,7 @@ def write_changed(
     """Write a checkpoint like ``source`` to a new directory ``out``, in files of the same names, with one tensor in
     memory at a time. ``changed`` returns the tensor to write for each key of ``tensors``, of the shape and dtype of its
     header; ``config`` has values that replace those of config.json. Raises ValueError or OSError if ``out`` is not
-    empty, the disk is full, or ``changed`` raises; nothing remains at ``out``."""
+    empty or the disk is full. After an error, also one of ``changed``, ``out`` is as it was."""
     files: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for key, tensor in tensors.items():
         assert tensor.dtype is not None, "the model has no such tensor"
@@ -232,8 +232,8 @@ def write_changed(
 
 
 def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
-    """Remove lm_head of a tied model from ``tensors`` if it equals the embedding; transformers 5 would treat it as
-    untied."""
+    """Remove a tied model's lm_head from ``tensors``: with it transformers 5 would untie the model. Raises
+    CheckpointError if it differs from the embedding."""
     head, embedding = tensors.pop(HEAD, None), tensors[EMBEDDING]
     if head is None:
         return

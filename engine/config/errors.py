@@ -137,7 +137,7 @@ def expected_path(expected: str, value: str) -> str | None:
 
 
 def regex() -> dict[str, Any]:
-    """Return metadata of a regular expression whose search takes little time on every name."""
+    """Return metadata of a recipe's field for a regular expression; those that are slow on some names are refused."""
 
     def check(value: str) -> str | None:
         from quant.rules import pattern_problem  # imports torch

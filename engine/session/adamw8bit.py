@@ -143,7 +143,8 @@ class AdamW8bit(torch.optim.AdamW):
     AdamW.
 
     The state of a parameter in an 8-bit group has ``exp_avg_codes`` and ``exp_avg_sq_codes`` [blocks, MOMENT_BLOCK],
-    and ``..._scales`` [blocks, 1]. As it has no ``exp_avg``, functions of DeepSpeed that read moments raise a KeyError.
+    ``exp_avg_scales`` and ``exp_avg_sq_scales`` [blocks, 1]. As it has no ``exp_avg``, functions of DeepSpeed that read
+    moments raise a KeyError.
     """
 
     @torch.no_grad()

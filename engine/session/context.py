@@ -296,7 +296,8 @@ def read_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
 
 
 def _skipped(samples: Samples, lines: Sequence[str]) -> list[int]:
-    """Return the indices of the samples that ``data.skip`` names."""
+    """Print the number of samples that ``data.skip`` names, and return their indices. Raises ValueError for a line that
+    is no training sample."""
     if not lines:
         return []
     indices = {line: samples.named(line) for line in lines}

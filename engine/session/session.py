@@ -105,8 +105,8 @@ class Overrides:
                 raise ValueError(f"loss weight {name}: {weight}, expected 0 or more for lm or kd")
         if weights.get("kd") and self.recipe.teacher_kind() == "none":
             raise ValueError(
-                "loss weight kd: no teacher is loaded; name one in loss.teacher, and set loss.kd_weight or an event "
-                "under schedule"
+                "loss weight kd: no teacher is loaded; name one in loss.teacher, and give kd a weight in "
+                "loss.kd_weight or in an event under schedule"
             )
         wanted = self.loss_weights | weights
         if not wanted.get("lm", self.recipe.loss.lm_weight) and not wanted.get("kd", self.recipe.loss.kd_weight):

@@ -85,7 +85,7 @@ class GGUFTensor:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Shape in the file, with a first dimension of experts if any; the last dimension of blocks is in bytes."""
+        """Shape in the file, with a first dimension of experts if any; quantized tensors have bytes in the last one."""
         if not any(EXPERT.search(key) for key in self.parts.values()):
             return self.stored
         count = self.place.per_expert

@@ -156,7 +156,8 @@ def _in_dtypes(
     beside: Mapping[str, DiskTensor],
     dtypes: Mapping[str, torch.dtype] | None,
 ) -> Item:
-    """Give the tensors of an item the shapes and dtypes of :func:`_as_stored`, and find those that the model rounds."""
+    """Give the tensors of an item the shapes and dtypes of :func:`_as_stored`. ``Item.rounded`` gets those whose values
+    in the source do not fit the model's dtype."""
     rounded = {}
     for key, (own, _) in item.shapes.items():
         one, dtype = source.get(key), (dtypes or {}).get(key, own)
@@ -166,8 +167,8 @@ def _in_dtypes(
 
 
 def _as_stored(shapes: Shapes, beside: Mapping[str, DiskTensor], dtypes: Mapping[str, torch.dtype] | None) -> Shapes:
-    """Describe tensors as the source has them: with its dimensions of 1 (``[]`` or ``[1]``, ``[out]`` or ``[out, 1]``),
-    the dtypes of ``dtypes``, and DeepSeek's name of scales."""
+    """Return keys, shapes and dtypes of the tensors in the form of the source, whose headers are ``beside``: its
+    dimensions of 1 (``[]`` or ``[1]``, ``[out]`` or ``[out, 1]``), DeepSeek's keys of scales, and ``dtypes``."""
 
     def sides(shape: tuple[int, ...]) -> list[int]:
         return [side for side in shape if side != 1]

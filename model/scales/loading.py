@@ -283,7 +283,7 @@ def complete(
 
 
 def write_all(quantization: Quantization, values: ScaleValues) -> None:
-    """Write the values that :func:`complete` returns into the model; a collective. Raises RankError on every rank, and
+    """Write into the model the values that :func:`complete` returns; a collective. Raises RankError on every rank, and
     writes nothing, if a scale is invalid."""
     groups = (quantization.weight_groups, quantization.global_groups, quantization.input_groups)
     with errors_on_all_ranks(ValueError):

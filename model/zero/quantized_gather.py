@@ -158,8 +158,8 @@ class QuantizedGather:
     def _effective_scales(self) -> None:
         """Compute the effective scales of all layers with an fp8 GEMM in one launch instead of one per layer.
 
-        The scales keep the same memory from step to step: it is filled on the gather's stream and read on another
-        stream, so the gather's stream could reuse memory that was freed too early.
+        The scales keep the same memory from step to step. It is filled on the gather's stream and read on another: if
+        it were freed after a step, the gather's stream could overwrite it before the other stream has read it.
         """
         assert self._scales is not None
         layers = [(one.layer, self._scales[key].scale) for key, one in self._weights.items() if one.layer.fp8_gemm]

@@ -231,7 +231,7 @@ def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None
         return scheme
     layout, expected = group.get("format") or config.get("format"), export_format(scheme)
     if layout not in (expected, "naive-quantized" if expected in ("float-quantized", "int-quantized") else expected):
-        raise ValueError(f"{key}.format is {layout!r}, expected {expected!r} for such weights and inputs")
+        raise ValueError(f"{key}.format is {layout!r}, expected {expected!r} for the weights and inputs of this group")
     return scheme
 
 

@@ -89,7 +89,7 @@ def quantize_with_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor
 def _quantized(
     x: Tensor, quantizer: Quantizer, *, mask: bool = False, values: bool = False, scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute codes, and if requested mask, values and scale, in one launch."""
+    """Compute the codes and, if requested, the mask, the values and the scale in one launch."""
     return _operators().quantize(x, *_run_scales(x.shape, quantizer), mask, values, scale, *_zero_and_above(quantizer))
 
 

@@ -137,7 +137,7 @@ def _of_step(sets: list[list[QuantLayer]], share: int, running: int) -> int:
 
 
 def _of_tuning(layers: Mapping[str, QuantLayer], share: int, kept: int) -> int:
-    """Compute the peak bytes while a decoder layer is tuned. A rank has a fraction 1 / ``share`` of its weights, and
+    """Compute the peak bytes while a decoder layer is tuned. A rank has 1 / ``share`` of the layer's weights, and
     autograd keeps ``kept`` bytes of activations."""
     weights = sum(layer.weight.numel() for layer in layers.values())
     largest = max(layer.weight.numel() for layer in layers.values())

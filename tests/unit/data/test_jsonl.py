@@ -75,7 +75,7 @@ BAD_LINES: list[tuple[object, str]] = [
     (turns(("assistant", "a"), ("user", "b")), "found nothing before the last assistant turn"),
     (
         {**turns(("system", "a"), ("user", "b"), ("assistant", "c")), "system": "d"},
-        "found two system prompts, a system turn and",
+        "found two system prompts: a system turn, and",
     ),
     ({"conversations": [{"from": "robot", "value": "a"}]}, r"conversations\[0\]\.from: found a string \"robot\""),
     ({"conversations": [{"user": "a"}]}, r"conversations\[0\]: found the keys \['user'\], expected 'role' and"),
