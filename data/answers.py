@@ -106,8 +106,8 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
 
 
 def render_prompt(template: Template, conversation: Conversation) -> Rendering:
-    """Render a conversation with the generation prompt, as a server does. The result has one answer, an empty one at
-    the end; of a conversation without turns, no text and no answer. Raises BadLineError if the template refuses the
+    """Render a conversation with the generation prompt, as a server does. The result has one empty answer at the end; a
+    conversation without turns results in no text and no answer. Raises BadLineError if the template refuses the
     conversation, or omits a part of it."""
     turns = [template.formatted(message.turn) for message in conversation.messages]
     if not turns:
@@ -549,8 +549,8 @@ class _Writing:
         return marks.marked(self._write([*self.turns[:index], marks.turn(self.turns[index], index), question])).behind()
 
     def _check_words(self, index: int, written: str, alone: str) -> None:
-        """Raise BadLineError for words inside a turn that the template writes only if later turns follow: they may
-        belong to these."""
+        """Raise BadLineError for words inside a turn that the template writes only if later turns follow: the words may
+        belong to the later turns."""
         words = iter(_WORDS.findall(alone))
         if not all(word in words for word in _WORDS.findall(written) if word.strip()):
             raise self._otherwise(index, f"{written[:60]!r} in it, and {alone[:60]!r} if no turn follows")
@@ -583,8 +583,8 @@ class _Writing:
 
 
 def _border(pieces: list[Occurrence], theirs: set[str]) -> tuple[Occurrence | None, Occurrence | None]:
-    """Return the last string of other turns before this turn's first string, and this turn's first string; None for a
-    missing one."""
+    """Return the last string of other turns (with a mark in ``theirs``) before this turn's first string, and that first
+    string; both are None if no such pair exists."""
     for one, other in pairwise(pieces):
         if one.mark in theirs and other.mark not in theirs:
             return one, other

@@ -53,8 +53,8 @@ class _DamagedError(DataError):
 
 @dataclass(frozen=True)
 class Shard:
-    """Arrays of a tokenized file by name, and facts (plain JSON) that its reader returned. If these have "problems"
-    (bad lines), arrays may be missing or incomplete."""
+    """Arrays of a tokenized file by name, and facts (plain JSON) that its reader returned. If the facts have
+    "problems" (bad lines), arrays may be missing or incomplete."""
 
     arrays: dict[str, np.ndarray]
     facts: dict[str, Any]
@@ -63,7 +63,8 @@ class Shard:
 
 
 class ArrayWriter:
-    """Arrays to append to: a file each in ``directory``, or in memory if it is None. ``dtypes``: types by name."""
+    """Writer that appends to arrays: one file per array in ``directory``, or memory if ``directory`` is None. Types by
+    name are given in ``dtypes``."""
 
     def __init__(self, dtypes: Mapping[str, str], directory: Path | None = None) -> None:
         self._dtypes, self._digests = dtypes, {name: _blake2b() for name in dtypes}
@@ -119,9 +120,9 @@ class TokenCache:
         self._say = say
 
     def about(self, tokenizer: PreTrainedTokenizerBase, options: Any, *, chat: bool) -> str:
-        """Digest all that decides the tokens of a file, except the file; without a directory return an empty text.
-        ``options``, plain JSON, are the reader's; with ``chat`` it renders the chat template. Raises DataError if the
-        template computes the format in which it writes the time, so that tokens cannot be kept."""
+        """Digest everything except the file itself that decides the file's tokens; without a directory return an empty
+        text. ``options`` (plain JSON) are the reader's; ``chat`` is True if it renders the chat template. Raises
+        DataError if the template computes the format in which it writes the time, so that tokens cannot be kept."""
         if self.directory is None:
             return ""
         sources = _digest_of_files(sorted(Path(__file__).parent.glob("*.py")))
@@ -232,7 +233,8 @@ class TokenCache:
         return Shard(arrays, manifest["facts"], digests)
 
     def _build(self, key: str, dtypes: Mapping[str, str], build: Tokenize) -> dict[str, Any] | None:
-        """Write a folder; if the file has problems or its reader fails, write none and return the facts about that."""
+        """Write a folder and return None. If the file has bad lines, write no folder and return the facts with them; if
+        ``build`` raises DataError, return its text under "error"."""
         assert self.directory is not None
         # With the machine's name: locks may not reach other machines, and then each machine writes a folder.
         folder, partial = self.directory / key, self.directory / f"{key}.{socket.gethostname()}.partial"
@@ -332,7 +334,7 @@ def _digest_of_files(files: Sequence[Path]) -> str:
 
 
 def _state(tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
-    """Yield all of a tokenizer that decides the tokens of a text."""
+    """Yield those parts of a tokenizer that decide the tokens of a text."""
     backend, folder = getattr(tokenizer, "backend_tokenizer", None), Path(tokenizer.name_or_path)
     yield backend.to_str() if backend is not None else None
     yield [str(tokenizer.special_tokens_map), str(sorted(tokenizer.added_tokens_decoder.items()))]
@@ -374,7 +376,7 @@ def _sealed(value: Any) -> str:
 
 
 def _read(path: Path) -> Any:
-    """Read what `_sealed` wrote. Raises _DamagedError if the checksum differs, OSError if the file is not there."""
+    """Read a value written by `_sealed`. Raises _DamagedError if the checksum differs, OSError without the file."""
     seal, _, text = path.read_bytes().partition(b"\n")
     if seal != str(zlib.crc32(text)).encode():
         raise _DamagedError(f"{path} was changed after it was written")

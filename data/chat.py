@@ -56,7 +56,7 @@ _DATA = (".properties", ".arguments")
 
 
 def _unusual(text: str) -> Any:
-    """Declare a field of `Counts` that the summary prints with ``text``, unless it is 0."""
+    """Declare a field of `Counts`; the summary prints a count other than 0 together with ``text``."""
     return field(default=0, metadata={"text": text})
 
 
@@ -166,7 +166,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `read_chat`; see there."""
+    """Options of `read_chat`, described there."""
 
     max_length: int
     fields: Mapping[str, str] | None
@@ -203,7 +203,7 @@ def read_chat(
             target if its beginning or its context is cut off. Extremely long samples are dropped in both modes.
         special_tokens: treatment of special tokens that contents spell out, such as ``<|im_end|>`` in a question: keep
             them, tokenize them as plain text, or refuse the line.
-        prompts: read prompts for the model to answer, without targets; longer ones are dropped.
+        prompts: read prompts for the model to answer, without targets; prompts above ``max_length`` are dropped.
         progress: creates the progress bar.
         cache: keeps the tokens of each file; large files are then tokenized in several processes.
         say: prints a line, before a file with chats of very many turns is read.
@@ -402,8 +402,8 @@ class _Builder:
         return render(self.template, conversation, self.options.loss_on)
 
     def _count(self, conversation: Conversation, rendering: Rendering) -> None:
-        """Count what is special in a conversation: turns that are left out or not learned, nulls, and keys that are not
-        used, are variables of the template, or are missing in the rendered text."""
+        """Count special cases of a conversation: turns that are left out or not learned; nulls; and keys that are
+        unused, are variables of the template, or are missing in the rendered text."""
         learned = [message.learned for message in conversation.messages]
         self.counts.unanswered += conversation.unanswered + rendering.behind
         self.counts.passed += rendering.passed

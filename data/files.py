@@ -152,7 +152,7 @@ def _content_problem(path: Path, head: bytes, plain: bool) -> str | None:
 
 
 def _json_problem(head: bytes) -> str | None:
-    """Return a clause with the problem if a file that begins so is JSON, but not one object per line."""
+    """Return a clause with the problem if ``head``, the first bytes of a file, is JSON but not one object per line."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if re.match(rb"\[\s*\{", text):
         return "is one JSON list, expected one object per line: convert it with jq -c '.[]' FILE" + _JQ
@@ -186,9 +186,8 @@ def _missing() -> str | None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes] | gzip.GzipFile, Callable[[], int]]]:
-    """Open a file to read its bytes, decompressed if it is compressed with gzip or zstd; also yields a function
-    that tells how many bytes of the file, as it is on disk, have been read. Raises DataError if compressed bytes are
-    damaged."""
+    """Open a file to read its bytes; gzip and zstd files are decompressed. Yields the stream, and a function that
+    returns how many bytes of the file on disk have been read. Raises DataError if compressed bytes are damaged."""
     with open(path, "rb") as raw:
         head = raw.read(len(ZSTD))
         raw.seek(0)
@@ -215,7 +214,7 @@ def first_bytes(path: str | PathLike[str]) -> bytes:
 
 def other_kind(path: str | PathLike[str]) -> str | None:
     """Return a clause with the kind of a file that is not plain text, and the remedy (``is gzip-compressed: ...``). The
-    kind is recognized by the file's first bytes; None if they look like text."""
+    file's first bytes determine the kind; None if these bytes look like text."""
     return _kind_problem(first_bytes(path), plain=False)
 
 

@@ -150,12 +150,12 @@ def conversation_of(
 
     Args:
         line: the line, or the values of a row of a table.
-        fields: map from field names (``messages``, ``input``, ...) to the file's keys; None: the names themselves.
+        fields: map from field names (``messages``, ``input``, ...) to the file's keys; None if the names are the keys.
         reads: names that the chat template reads.
         prompt: instead keep all turns except assistant turns at the end; no turns if the last answer or the row is
             marked as not to be learned.
 
-    Raises BadLineError; the message names the found and the expected value.
+    Raises BadLineError for a line of another form; the message names the found and the expected value.
     """
     row = _object(line) if isinstance(line, bytes) else line
     if fields is None:
@@ -238,7 +238,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _refuse_unsupported(given: Mapping[str, Any], place: str) -> None:
-    """Raise BadLineError for keys of media, preference data and undesired answers, in a row or a turn."""
+    """Raise BadLineError if a row or turn has keys for media, preference data or undesired answers."""
     for key, value in given.items():
         words = _words(key)
         if MEDIA.fullmatch(words) and value and not is_empty(value):

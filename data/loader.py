@@ -349,7 +349,7 @@ class Order:
         return len(self._lengths) if self._packed_length is None else len(self._epoch(epoch))
 
     def _locate(self, position: int) -> tuple[int, int]:
-        """Return the epoch of a row, and the row's index in it."""
+        """Return the epoch of a row, and the row's index in this epoch."""
         while position >= self._ends[-1]:
             self._ends.append(self._ends[-1] + self.rows_in_epoch(len(self._ends) - 1))
         epoch = bisect_right(self._ends, position) - 1
@@ -379,7 +379,7 @@ class Order:
 
 
 def _files(samples: Samples, weights: Mapping[str, float]) -> list[tuple[np.ndarray, int]]:
-    """Return for each file the ids of its samples, and how many samples an epoch takes of it."""
+    """Return for each file the ids of its samples, and how many entries of an epoch come from this file."""
     codes = {file: code for code, file in enumerate(weights)}
     files = np.array([codes.get(file, -1) for file in samples.files])[samples.codes]
     ids = [np.flatnonzero(files == code) for code in codes.values()]
@@ -478,9 +478,9 @@ SPLIT = 3  # random stream of the split, separate from the streams of all epochs
 def split_held_out(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[Samples, Samples]:
     """Split samples into training and held-out samples, each in their original order.
 
-    ``held_out`` is their number, or, as a float, their share of all samples (at least one sample). The split depends on
-    samples and seed only, so it is the same on every rank, in every resumed run and at any world size. Raises DataError
-    if no sample would be left to train on.
+    ``held_out`` is the number of held-out samples, or as a float their share (at least one sample). The split depends
+    only on samples and seed, so it is the same on every rank, in every resumed run and at any world size. Raises
+    DataError if no sample would be left to train on.
     """
     count = max(1, round(held_out * len(samples))) if isinstance(held_out, float) else held_out
     if count >= len(samples):

@@ -57,7 +57,7 @@ class Sample:
 
 
 class Flat:
-    """Several arrays read as if they were concatenated, without a copy. Empty ones are left out."""
+    """View of several arrays as one concatenated array, without a copy. Empty arrays are left out."""
 
     def __init__(self, parts: Iterable[np.ndarray]) -> None:
         self.parts = [part for part in parts if len(part)]
@@ -151,7 +151,7 @@ class Samples(Sequence[Sample]):
         return replace(self, key=digest([self.key, taken]), **arrays)
 
     def __add__(self, other: "Samples") -> "Samples":
-        """Return the samples of both, this one's first."""
+        """Concatenate this object's samples with the samples of ``other``."""
         if not len(self) or not len(other):
             return self if len(self) else other
         arrays: dict[str, Any] = {
@@ -234,8 +234,8 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
     The post-processor is dropped: it adds BOS and EOS, which a chat template writes already, and in GPT-2-like
     tokenizers trims offsets: " word" would begin at the "w", so that a token that begins in the prompt would look like
-    a token of the answer. The caller's tokenizer is not changed. Raises DataError if it is not fast, has ids above
-    `MAX_TOKEN_ID`, or cannot be copied.
+    a token of the answer. The caller's tokenizer is not changed. Raises DataError if the tokenizer is not fast, has ids
+    above `MAX_TOKEN_ID`, or cannot be copied.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):

@@ -31,7 +31,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in vocabularies of SentencePi
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text of consecutive tokens that are all targets, or of which none is a target."""
+    """Text of consecutive tokens: either all are targets, or none is."""
 
     text: str
     target: bool
@@ -84,7 +84,8 @@ class Detokenizer:
         return int(match[1], 16) if match else None
 
     def _text(self, ids: list[int], start: int, end: int) -> bytes:
-        """Decode tokens together with the token before them, as decoding drops the space of a text's first token."""
+        """Return the bytes of the tokens ``[start, end)``. The preceding token is decoded with them, because decoding
+        drops the space of a text's first token."""
         before = ids[max(start - 1, 0) : start]
         known = len(self._backend.decode(before, skip_special_tokens=False))
         return self._backend.decode(before + ids[start:end], skip_special_tokens=False)[known:].encode()
@@ -145,7 +146,7 @@ def _marks(texts: Sequence[str]) -> tuple[str, str]:
 
 
 def _printable(text: str) -> str:
-    """Escape characters that cannot be seen or that would control the terminal, and those that its encoding lacks."""
+    """Escape characters that are invisible, control the terminal, or are missing in the terminal's encoding."""
     seen = (one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
     encoding = sys.stdout.encoding or "utf-8"
     return "".join(seen).encode(encoding, "backslashreplace").decode(encoding)

@@ -106,7 +106,7 @@ def create(directory: Path, manifest: Manifest) -> None:
 
 
 class Writer:
-    """Writer of rows into the files of :func:`create`; several processes may write, each by its own Writer."""
+    """Writer of rows into the files made by :func:`create`. Several processes may write, each with its own Writer."""
 
     def __init__(self, directory: Path) -> None:
         self._files = {name: os.open(directory / name, os.O_WRONLY) for name in CACHE_DTYPES}

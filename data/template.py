@@ -44,7 +44,7 @@ _GIVEN |= {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Build a pattern that matches any of these texts, the longest one that fits."""
+    """Build a pattern that matches any of these texts, and prefers the longest."""
     longest_first = sorted(filter(None, set(texts)), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -126,8 +126,8 @@ class Ends:
 
     def first(self, text: str, start: int = 0) -> Span | None:
         """Return the range of the token that ends a turn, from ``start`` on; None if there is none. This is the first
-        token that may end a turn, or, if only whitespace and such tokens separate it from one at which generation
-        stops, the latter."""
+        token that may end a turn. If only whitespace and such tokens separate that token from one at which generation
+        stops, the result is the stop token."""
         end = None
         for match in self._pattern.finditer(text, start):
             if end is not None and text[start : match.start()].strip():

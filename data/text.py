@@ -101,7 +101,7 @@ def read_text(
 
 
 class _Tokenize:
-    """Writes the tokens of files."""
+    """Callable that tokenizes a file and writes its tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: SpecialTokens, progress: Bars) -> None:
         self._tokenizer, self._special_tokens, self._progress = tokenizer, special_tokens, progress
@@ -189,8 +189,8 @@ def split_text(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[
 
 
 def _next_cut(text: str, start: int, size: int, backend: Tokenizer, *, last: bool) -> int | None:
-    """Find where the piece that begins at ``start`` can end, after ``size`` characters or more, so that the pieces have
-    the tokens of the whole text. None if ``text`` shows no such place; ``last`` is True if no text follows it."""
+    """Find the end of the piece that begins at ``start``: at least ``size`` characters later, and such that the pieces
+    have the tokens of the whole text. Return None if ``text`` has no such place. ``last``: no more text follows."""
     known = len(text) if last else len(text) - WINDOW
     if known < start + 2 * size and not last:
         return None

@@ -31,8 +31,8 @@ class TokenizerError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids of a text, and the characters ``[left, right)`` of each; copied once from `Encoding`, which rebuilds
-    them at every access."""
+    """Token ids of a text, and the characters ``[left, right)`` of each token. Both lists are copied once from
+    `Encoding`, which rebuilds its lists at every access."""
 
     ids: list[int]
     offsets: list[Span]
@@ -67,16 +67,16 @@ class OffsetTokenizer:
         return len(text) > size and len(self.one(text[:size]).ids) > 2 * tokens
 
     def one(self, text: str, spelled: Sequence[Span] = ()) -> Tokens:
-        """Tokenize a text. ``spelled`` are the ranges, in order, of the special tokens that messages contain as text:
-        they become plain text if the class got ``spelled_as_text=True``, else special tokens. Raises TokenizerError if
-        the tokenizer refuses the text, and the errors of :meth:`with_text`."""
+        """Tokenize a text. ``spelled`` are the ranges, in order, of the special tokens that messages contain as text.
+        These become plain text if the class got ``spelled_as_text=True``; otherwise they stay special. Raises
+        TokenizerError if the tokenizer refuses the text, and BadLineError as :meth:`with_text`."""
         with named_errors():
             tokens = _tokens(self._backend.encode(text, add_special_tokens=False))
         return self.with_text(text, tokens, spelled)
 
     def with_text(self, text: str, tokens: Tokens, spelled: Sequence[Span]) -> Tokens:
         """Retokenize the special tokens at ``spelled`` as plain text if the class got ``spelled_as_text=True``;
-        otherwise return ``tokens``, those of ``text``, unchanged.
+        otherwise return ``tokens``, the tokens of ``text``, unchanged.
 
         Text between two special tokens is tokenized independently, so only these ranges are tokenized again. Raises
         BadLineError if this tokenizer merges across special tokens.

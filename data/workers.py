@@ -59,7 +59,7 @@ class Workers(ExitStack):
 
 
 class _Worker:
-    """Process that calls a function for the tasks that it is sent."""
+    """Process that receives tasks and calls a function for each."""
 
     def __init__(self, make: Callable[[], Callable[[Any], Any]]) -> None:
         self._pipe, theirs = Pipe()
@@ -73,7 +73,7 @@ class _Worker:
         self.send(pickle.dumps(make))
 
     def send(self, task: Any) -> None:
-        """Begin a task; the result of the task before it must have been read. Raises WorkerError if the process has
+        """Begin a task. The result of the previous task must have been read. Raises WorkerError if the process has
         ended."""
         with self._alive():
             self._pipe.send(task)
@@ -105,8 +105,8 @@ class _Worker:
 
 
 def serve(handle: int) -> None:
-    """Serve `Workers` at the pipe ``handle``: receive its argument ``make``, pickled, then tasks; send each task's
-    result or error. Return when the pipe is closed."""
+    """Serve `Workers` at the pipe ``handle``: receive the pickled function ``make`` of `Workers`, then tasks; send each
+    task's result or error. Return when the pipe is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the process that started this one decides
         signal.signal(number, signal.SIG_IGN)
     from transformers.dynamic_module_utils import init_hf_modules

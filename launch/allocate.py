@@ -106,7 +106,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> set[str]:
     """Refuse recipes (by scheme name) whose schemes are for different layers, quantize no weights, or exceed the
     budget; only shapes are read; a collective. Return the names of the layers whose scheme does not depend on
-    quant.scheme (that of a rule, ...). Raises RankError on every rank."""
+    quant.scheme, but on a rule, for example. Raises RankError on every rank."""
     students = {name: meta_student(recipe) for name, recipe in recipes.items()}
     given = [
         {(layer, module.scheme.name) for layer, module in student.quantization.layers.items()}
@@ -134,7 +134,7 @@ def measured(
 ) -> tuple[list[LayerSet], float]:
     """Measure the costs (:func:`tools.mixed_precision.divergences`) of each part alone under ``scheme``, the recipe's
     quant.scheme, and of all layers together; a collective. Return the parts with their costs, and the cost of all.
-    Layers in ``own`` are no parts."""
+    Layers in ``own`` belong to no part."""
     session, loader = calibrated(recipe, context, check_models(recipe, context, losses=False))
     quantization = session.quantization
     parts = layer_sets(session.model, quantization, scheme, own, TORCH_DTYPES[recipe.model.dtype])

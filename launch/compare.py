@@ -5,7 +5,7 @@
 
 ``--bf16`` is the unquantized model that PTQ quantized; for a fair share it was trained for as long as QAT. Directories
 whose results are in a file of ``--results`` (of ``launch/evaluate.py --json``, or an earlier comparison) are not
-evaluated again and need not be on this machine. All other directories are evaluated on ``--text`` and ``--tasks``, like
+evaluated again and need not be on this machine. All other directories are evaluated on ``--text`` and ``--tasks``, as
 by ``launch/evaluate.py``, on one or more ranks; on a text they are also compared with the unquantized model, by KL
 divergence and equal top tokens. Metrics that were measured on different data are refused.
 

@@ -142,8 +142,8 @@ def tensor(given: dict[str, Any], *, inputs: bool) -> TensorSpec:
 
 
 def put_scheme(made: Converted, weights: TensorSpec, activations: TensorSpec | None, key: str) -> None:
-    """Set quant.scheme: a preset with these number formats, or a new scheme under quant.schemes. If no scheme can have
-    them, add a note to ``key`` of the source instead, and set a name that training refuses."""
+    """Set quant.scheme: a preset with these number formats, or a new scheme under quant.schemes. If no scheme can
+    combine the formats, set a name that training refuses, and add a note about ``key`` of the source."""
     try:
         wanted = Scheme("converted", weights, activations)
     except ValueError as error:
@@ -274,7 +274,7 @@ def _angelslim_learnable(source: ForeignRecipe, made: Converted, section: str, q
 
 
 def _angelslim_first_scales(source: ForeignRecipe, made: Converted, section: str, quantizer: str) -> None:
-    """Convert where the first scales come from: a PTQ checkpoint, or samples that each process runs."""
+    """Convert the source of the first scales: a PTQ checkpoint, or a number of samples that each process runs."""
     samples = int(source.take(f"{quantizer}.lazy_init_samples", 10))
     if scales := source.take(f"{section}.from_ptq_ckpt"):
         nested = Path(scales, "final_quant_checkpoint")  # as its QAT writes them
@@ -361,7 +361,7 @@ def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
         return source.take(f"{prefix}.{name}", default)
 
     def interval(name: str) -> int | None:
-        """Take a number of steps; below 1 it is a share of all steps, which is known if max_steps is set."""
+        """Take a number of steps; a value below 1 is a share of max_steps, or None with a note if that is not set."""
         value = float(take(name, 500))
         if not 0 < value < 1:
             return int(value)
@@ -503,7 +503,7 @@ def from_torchtune(source: ForeignRecipe) -> Converted:
 
 
 def _torchtune_adapter(source: ForeignRecipe, made: Converted) -> None:
-    """Convert an adapter beside the quantized weights."""
+    """Convert the options of LoRA to an adapter that is not merged into the quantized weights."""
     made.put("adapter.kind", "lora")
     made.put("adapter.merge", False)
     made.put("adapter.rank", source.take("model.lora_rank", 8))

@@ -105,7 +105,7 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def check_questions(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Exit with a message if an option of :func:`add_questions` has no effect, as ``--limit`` without ``--tasks``."""
+    """Exit with a message if an option of :func:`add_questions` has no effect, like ``--limit`` without ``--tasks``."""
     for name, needed in (("tokens", "text"), ("task_dir", "tasks"), ("limit", "tasks"), ("num_fewshot", "tasks")):
         if getattr(arguments, name) is not None and getattr(arguments, needed) is None:
             parser.error(f"--{name} has no effect without --{needed}")

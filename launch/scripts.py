@@ -1,4 +1,4 @@
-"""Options that scripts share, and other scripts as commands."""
+"""Options that scripts share, and functions that run other scripts."""
 
 import argparse
 import os

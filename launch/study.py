@@ -135,8 +135,8 @@ def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
 
 def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str, str]) -> dict[str, str]:
     """Map names for the table to the exports of all PTQs: those of ``scripts``, and those made elsewhere
-    (``elsewhere``). A single PTQ has the scheme's name; of several, each has the scheme's name and its own. Raises
-    RecipeError if a PTQ of ``elsewhere`` is missing, or has the name of a PTQ that is made here."""
+    (``elsewhere``). A single PTQ has the scheme's name. Each of several has the scheme's name, followed by its own.
+    Raises RecipeError if a PTQ of ``elsewhere`` is missing, or has the name of a PTQ that is made here."""
     out, scheme = Path(recipe.output_dir), recipe.quant.scheme
     made = {
         part.removeprefix(f"{PTQ}_") if part != PTQ else recipe.quant.init: str(out / part / "export")
@@ -193,8 +193,8 @@ def teaches_itself(recipe: Recipe) -> bool:
 
 
 def learns_itself(recipe: Recipe) -> bool:
-    """Tell if the recipe's own unquantized model teaches all that is learned: no loss but distillation from it, at no
-    step, and neither weight decay nor routers that train."""
+    """Tell if the model learns only from its own unquantized logits: distillation from ``model.path`` is the only loss
+    at every step, there is no weight decay, and routers do not train."""
     loss, path = recipe.loss, Path(recipe.model.path)
     itself = recipe.teacher_kind() == "model" and Path(str(loss.teacher)).resolve() == path.resolve()
     others = recipe.learnable.router or recipe.optim.weight_decay or any(event.loss for event in recipe.schedule)

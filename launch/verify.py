@@ -133,7 +133,7 @@ def _text(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str
 
 def _compared(arguments: argparse.Namespace, engine: str | None, batches: "list[Tensor]") -> tuple[str, bool]:
     """Compare an export for ``engine`` on windows of tokens [1, T]; return what to print, and True if nothing is wrong.
-    Raises RankError or ValueError if it cannot be compared."""
+    Raises RankError or ValueError if the export cannot be compared."""
     import torch
 
     from model.console import working
@@ -160,8 +160,8 @@ def _compared(arguments: argparse.Namespace, engine: str | None, batches: "list[
 
 
 def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str | None:
-    """Return the engine that an export is for, None for compressed-tensors; with --engine vllm "vLLM" for its other
-    formats. Exit if --against does not fit it."""
+    """Return the engine that an export is for; None for compressed-tensors and, without --engine vllm, for unknown
+    formats. With --engine vllm these are "vLLM". Exit if --against is missing or has no effect."""
     file, engine = arguments.export / "config.json", None
     if (arguments.export / _GGUF_FILE).is_file():
         engine = "llama.cpp"
@@ -189,7 +189,7 @@ def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
 
 
 def _check_engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace, layout: str | None) -> None:
-    """Exit if --engine does not run exports of this layout, or lacks its interpreter."""
+    """Exit if --engine does not run exports of ``layout``, or if --engine_python is missing or has no effect."""
     export, wanted = f"--export {arguments.export}", arguments.engine
     if wanted == "llama.cpp" and layout != "llama.cpp":
         parser.error(f"{export} has no {_GGUF_FILE}, which --engine llama.cpp runs: export.format gguf writes one")

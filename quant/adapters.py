@@ -91,13 +91,13 @@ class Adapter:
 class AdapterBeside(Adapter):
     """Adapter of one Linear that leaves its weight unchanged: adds ``lora_b @ (lora_a @ x) * scaling`` to the output.
 
-    It reads the unquantized input and computes in peft's order of operations, so that its output has the same bits as
-    peft's in the same dtype.
+    The adapter reads the unquantized input and computes in peft's order of operations, so that its output has the same
+    bits as that of peft in the same dtype.
 
     Attributes:
         dropout: probability to zero an element of the input of ``lora_a`` in training; the remaining elements are
-            divided by ``1 - dropout``. Uses torch's generator, which activation checkpointing restores before it
-            recomputes a layer.
+            divided by ``1 - dropout``. The random numbers come from torch's generator. Activation checkpointing
+            restores its state before recomputing a layer.
     """
 
     merges = False
@@ -111,8 +111,8 @@ class AdapterBeside(Adapter):
         return weight.detach()
 
     def added(self, x: Tensor, training: bool) -> Tensor:
-        """Compute the adapter's output ``[..., out]`` for the layer's input ``x [..., in]``; if ``training``, with
-        dropout. Not for a stack."""
+        """Compute the adapter's output ``[..., out]`` for the layer's input ``x [..., in]``. Dropout is applied if
+        ``training``. Stacks of experts are not supported."""
         if training and self.dropout:
             x = F.dropout(x, self.dropout)
         return F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scaling
@@ -171,7 +171,7 @@ class DecoupledScale:
 @torch.no_grad()
 def weight_for_codes(weight: Tensor, code_theta: Tensor, spec: TensorSpec) -> Tensor:
     """Compute ``weight * exp(code_theta)``, rounded once to the weight's dtype: a new tensor without a gradient. The
-    weight is ``[out, in]``, or a stack ``[E, out, in]``; ``code_theta`` has the shape of its scale."""
+    weight is ``[out, in]``, or a stack ``[E, out, in]``; ``code_theta`` has the shape of the weight's scale."""
     return kernels.multiply_runs(weight, per_run(code_theta, weight.shape, spec))
 
 
@@ -189,7 +189,7 @@ def part_for_codes(
 
 def code_theta_gradient(grad: Tensor, weight: Tensor, code_theta: Tensor, spec: TensorSpec, factor: float) -> Tensor:
     """Compute the gradient of code_theta, times ``factor`` (LSQ's gradient scale, as for theta), in the shape and dtype
-    of code_theta. ``weight`` is the result of :func:`weight_for_codes`, ``grad`` its gradient."""
+    of code_theta. ``weight`` is the result of :func:`weight_for_codes`, ``grad`` the gradient of that result."""
     if spec.granularity != "block":
         return kernels.sum_products(grad, weight, code_theta, factor)
     sums = kernels.sum_products(grad, weight, per_run(code_theta.float(), weight.shape, spec), factor)

@@ -43,7 +43,8 @@ _EAGER = "eager_attention_forward"
 def attention_modules(model: nn.Module, needed: str) -> dict[str, Any]:
     """Find the modules that call attention through transformers' ``AttentionInterface``; by module name.
 
-    Raises ValueError if there is none, or another module has "attention" in its class name and contains none of them.
+    Raises ValueError if no such module exists, or if a module with "attention" in its class name
+    is not such a module and contains none.
     ``needed`` is the end of the error's text: what is not possible with such a model, and the remedy.
     """
     modules = dict(model.named_modules())
@@ -213,8 +214,8 @@ class QuantCache(nn.Module):
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """Autograd function that fake-quantizes keys or values: ``apply(x, s0, theta, spec, features)``; no effect if spec
-    is None."""
+    """Autograd function that fake-quantizes keys or values: ``apply(x, s0, theta, spec, features)``. The output
+    is ``x`` if ``spec`` is None."""
 
     @staticmethod
     def forward(

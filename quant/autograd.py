@@ -52,8 +52,8 @@ class Plan:
         fp8_gemm: multiply the codes. Both operands must be e4m3 with one scale per tensor; ``in`` and ``out`` are
             multiples of 16.
         held: layout of the codes if the layer's weight is packed (frozen, stored as codes); else None.
-        restored: cache for backward: the quantized input, decoded once for all layers with the same input; None if it
-            is not shared.
+        restored: cache for backward of the dequantized input, decoded once for all layers with the same input; None if
+            no layers share the input.
         weight_scale: precomputed effective scale of the weight for the fp8 GEMM; None if the forward computes it.
         scaling: factor of the adapter that is merged into the weight, if there is one.
     """
@@ -89,8 +89,8 @@ def quant_linear(
     Args:
         x: ``[..., in]``; zero tokens are allowed and result in zero gradients, not None.
         weight, bias, offsets: as in :func:`quant.gemm.linear`, in the dtype of ``x``.
-        weight_scale, input_scale: None if none is stored. A scale whose theta trains is passed even if the operand is
-            not quantized: its gradient is then zeros.
+        weight_scale, input_scale: scales of the operands; None if no scale is stored. A scale whose theta trains is
+            passed even if the operand is not quantized: theta then gets a gradient of zeros.
         plan: which operands are quantized, and how the product is computed.
         weight_codes: the weight's codes, if already computed; else None.
         shared: cache of the quantized input for layers that read the same tensor; None if no other layer reads it.
@@ -142,7 +142,7 @@ def _learns(scale: Scale | None) -> bool:
 
 class Arguments(NamedTuple):
     """Tensor arguments of :class:`QuantLinearFunction`, after its first argument ``plan``. The same fields hold the
-    tensors that it saves for backward. A field is None if the layer has no such tensor, or does not save it.
+    tensors saved for backward. A field is None if the layer has no such tensor, or the tensor is not saved.
 
     ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`. Saved are ``x`` (the input or its codes),
     the weight with its codes, scales and adapter, the scale of the input, ``mask``, ``scales`` and ``offsets``.
@@ -175,8 +175,8 @@ class Arguments(NamedTuple):
         return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
 
     def merged(self, plan: Plan) -> "Arguments":
-        """Return the arguments with another weight: the adapter is merged into the weight (decoded first if packed),
-        or, if the plan quantizes the weight, its decoupled scale is multiplied in; unchanged without either."""
+        """Return the arguments with the adapter merged into the weight (decoded first if packed). A decoupled scale is
+        multiplied in if the plan quantizes the weight. Without either, return the arguments unchanged."""
         if self.code_theta is not None and plan.weight is not None:
             return self._replace(weight=weight_for_codes(self.weight, self.code_theta, plan.weight))
         if self.lora_a is None:
@@ -330,7 +330,7 @@ def used_weight(
     weight: Tensor, quantizer: Quantizer | None, codes: Tensor | None, *, after: Tensor | None = None
 ) -> Tensor:
     """Return the weight that the GEMM in the model's dtype multiplies: fake-quantized (``codes`` dequantized, if they
-    are given), or unchanged without a quantizer. ``after`` has no effect on it (:mod:`quant.kernels.operators`)."""
+    are given), or unchanged without a quantizer. ``after`` does not affect values (:mod:`quant.kernels.operators`)."""
     if quantizer is None:
         return weight
     if codes is None:

@@ -60,8 +60,8 @@ class FusedModule(nn.Module):
             reader.shared_input = self.shared_input
 
     def passes_codes(self) -> bool:
-        """Return True if every reader now takes its input quantized: its fake quant is on, and nothing observes it.
-        False under ``torch.compile``, which fuses operators itself."""
+        """Return True if every reader now takes codes: fake quant of its input is on, and no observer measures this
+        input. Return False under ``torch.compile``, which fuses operators itself."""
         taken = all(reader.input_fake_quant and reader.input_observer is None for reader in self.readers)
         return taken and not torch.compiler.is_compiling()
 
@@ -95,7 +95,7 @@ class FusedRMSNorm(FusedModule):
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x [..., features]``; the result has the same shape. It is a
+        """Normalize ``x [..., features]``. The result has the same shape, and is a
         :class:`quant.inputs.QuantizedActivation` if :meth:`passes_codes` and ``x`` has the weight's dtype; else an
         ordinary tensor."""
         if x.dtype != self.weight.dtype or not self.passes_codes():
@@ -109,7 +109,7 @@ class FusedRMSNorm(FusedModule):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute LlamaRMSNorm (and its variants in transformers) bit for bit."""
+    """Compute RMSNorm with the same bits as LlamaRMSNorm and its variants in transformers."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
@@ -150,9 +150,9 @@ class FusedSwiGLU(FusedModule):
         self.train(act.training)
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Compute ``silu(gate) * up`` of two tensors of one shape; the result has the same shape. It is a
-        :class:`quant.inputs.QuantizedActivation` if :meth:`passes_codes` and both have one dtype; else an ordinary
-        tensor."""
+        """Compute ``silu(gate) * up`` of two tensors of one shape. The result has the same shape, and is a
+        :class:`quant.inputs.QuantizedActivation` if :meth:`passes_codes` and the dtypes of gate and up are equal; else
+        an ordinary tensor."""
         if gate.dtype != up.dtype or not self.passes_codes():
             product: Tensor = self.act(gate) * up
             return product
@@ -211,7 +211,7 @@ class Fused(NamedTuple):
     left: dict[str, str]
 
     def unchanged(self) -> str:
-        """Write examples of ``left``."""
+        """Format two entries of ``left`` and the number of the other entries."""
         return examples([f"{name} ({why})" for name, why in self.left.items()], 2)
 
     def summary(self) -> str:

@@ -39,8 +39,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """Compute ``x @ weight.t() + bias``, ``[..., in]`` to ``[..., out]``, all in one dtype; differentiable. A stack has
-    ``offsets`` (see the module) and no bias; its Parameter itself is saved for backward: a view of it would keep the
-    tensor gathered by ZeRO-3 alive."""
+    ``offsets`` (see the module) and no bias. For a stack, backward saves the Parameter itself, because a view would
+    keep the tensor gathered by ZeRO-3 alive."""
     return F.linear(x, weight, bias) if offsets is None else _StackFunction.apply(x, weight, offsets)
 
 
@@ -147,7 +147,7 @@ def _scaled_mm(
 
 
 def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-    """Compute ``grad @ weight`` in one dtype: ``[rows, out]`` to ``[rows, in]``; ``offsets`` of a stack, else None."""
+    """Compute ``grad @ weight`` in one dtype: ``[rows, out]`` to ``[rows, in]``. ``offsets`` is for a stack."""
     if offsets is None:
         return grad @ weight
     if _only_shapes(grad):
@@ -158,8 +158,8 @@ def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tens
 
 
 def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
-    """Compute ``grad.t() @ x`` of ``[rows, out]`` and ``[rows, in]``: ``[out, in]``, or with the ``offsets`` of a stack
-    ``[E, out, in]``."""
+    """Compute ``grad.t() @ x`` of ``grad [rows, out]`` and ``x [rows, in]``. The result is ``[out, in]``, or with the
+    ``offsets`` of a stack ``[E, out, in]``."""
     if offsets is None:
         return grad.t() @ x
     if _only_shapes(grad):

@@ -74,8 +74,8 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def compensate(weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Compute weights whose nearest codes are GPTQ's codes: each element with the value that GPTQ rounds, which
-    compensates for the errors of the columns rounded before.
+    """Compute weights whose nearest codes are GPTQ's codes. Each element is the value that GPTQ rounds: the weight plus
+    the compensation for the errors of the columns rounded before.
 
     ``weight``, ``gram`` and errors are as in :func:`choose`; ``scale.s0`` is the effective scale ``[rows, groups]`` of
     these rows. ``dtype`` is the model's, to which the product of code and scale is rounded. Returns fp32

@@ -68,8 +68,8 @@ class Wanted(NamedTuple):
 def quantize_input(
     x: Tensor, scale: Scale | None, spec: TensorSpec, model_dtype: torch.dtype, wanted: Wanted
 ) -> QuantizedInput:
-    """Quantize ``x`` for the GEMM, with the tensors that backward needs. ``scale`` is the stored scale of the input; of
-    a dynamic input the global scale, or None if the format has none."""
+    """Quantize ``x`` for the GEMM, with the tensors that backward needs. ``scale`` is the stored scale of the
+    input. If ``spec`` is dynamic, this is the global scale, or None for a format without a global scale."""
     if spec.dynamic:
         above = None if scale is None else scale.s0
         # Integers keep no codes or mask for backward: they clip at one end of every token and may have zero points.
@@ -117,7 +117,7 @@ class Restored:
 
     def get(self, kept: Tensor, make: Callable[[], Tensor]) -> Tensor:
         """Return the dequantized input, cached for the saved tensor ``kept`` or computed by ``make``. Callers must not
-        write to it."""
+        write to the returned tensor."""
         entry = self._entry
         if entry is None or not _same_memory(entry[0], kept):
             other = None if Restored._filled is None else Restored._filled()
@@ -133,7 +133,7 @@ class Restored:
         return entry[1]
 
     def drop(self) -> None:
-        """Free the cached quantized input."""
+        """Free the cached dequantized input."""
         self._entry, self._uses = None, 0
 
 
@@ -151,8 +151,8 @@ class _Entry:
 
 
 class SharedInput:
-    """Cache of the quantized input, shared by the layers that read the same tensor. The entry is dropped after its last
-    use, and replaced when another tensor comes: nothing is kept between two forwards."""
+    """Cache of one quantized input, shared by the layers that read the same tensor. The entry is dropped after the last
+    layer used it, and replaced when a layer reads another tensor: nothing is kept between two forwards."""
 
     def __init__(self, consumers: int) -> None:
         """Create an empty cache; ``consumers`` is the number of layers that read each tensor."""
@@ -162,8 +162,8 @@ class SharedInput:
     def get(
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
-        """Return the quantized ``x``, stored for the same ``wanted`` or computed by ``make``, and the cache of its
-        dequantized form for backward, or None if nothing is shared.
+        """Return the quantized ``x``, cached for the same ``wanted`` or computed by ``make``; and the cache of the
+        dequantized ``x`` for backward, or None if nothing is shared.
 
         A :class:`QuantizedActivation` carries its quantized form, which has no mask. Raises RuntimeError if that form
         has only codes and the layer needs values: fake quantization was switched between norm and layer.
@@ -186,7 +186,7 @@ class SharedInput:
         return (entry.value, entry.restored) if entry.wanted == wanted else (make(), None)
 
     def drop(self) -> None:
-        """Empty the cache, after its last use or a change of the scale."""
+        """Empty the cache; called after the entry's last use or a change of the scale."""
         self._entry = None
 
 

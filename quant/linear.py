@@ -453,8 +453,8 @@ class LinearPart:
     projections: int = 1
 
     def weight(self, whole: Tensor) -> Tensor:
-        """Return the weight ``[out, in]`` of this one Linear, a view of ``whole``, the weight of the layer that stores
-        it: ``whole`` itself, or of a stack ``[E, rows, in]`` the rows of this Linear in its expert."""
+        """Return the weight ``[out, in]`` of this Linear as a view of ``whole``, the weight of the layer. For a stack
+        ``[E, rows, in]`` these are the Linear's rows in its expert; otherwise ``whole`` itself."""
         return whole if self.expert is None else whole[self.expert].narrow(0, self.first_row, self.out_features)
 
     def scale(self, whole: Tensor, spec: TensorSpec) -> Tensor:

@@ -58,8 +58,8 @@ def recomputing() -> Iterator[None]:
 
 
 class _Tokens:
-    """Positions of a batch that have tokens, bool [B, T], or rows of experts that do, bool [rows], and their number;
-    None if all have."""
+    """Mask of the positions of a batch that have tokens, bool [B, T], or of such rows of experts, bool [rows]; and the
+    number of True elements. The mask is None if all positions have tokens."""
 
     mask: Tensor | None = None
     count: int | None = 0
@@ -67,9 +67,9 @@ class _Tokens:
 
 @contextmanager
 def only_tokens(mask: Tensor, count: int | None) -> Iterator[None]:
-    """Context for a forward of a padded batch: observers ignore its padding, which is never served. ``mask``: bool
-    [B, T], on the inputs' device, True at the ``count`` positions that have tokens. With None, an observer that needs
-    the count computes it, for which the host waits."""
+    """Context for a forward of a padded batch: observers ignore the padding, which is never served. ``mask``, bool
+    [B, T] on the inputs' device, is True at the ``count`` positions that have tokens. If ``count`` is None, an observer
+    that needs this number computes it, and the host waits for the device."""
     before = _Tokens.mask, _Tokens.count
     _Tokens.mask, _Tokens.count = mask, count
     try:
@@ -235,8 +235,8 @@ def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) 
     """Compute fp32 scales that fit the largest magnitude to the grid. ``stats [2, *scale shape]`` is the maximum of the
     results of :func:`partial_stats` for all ranges of a weight.
 
-    With ``signed``, scales map the largest magnitude to ``qmin``, the code without a positive counterpart, and may be
-    negative. Scales of a format with zero points cover the range from the smallest to the largest value.
+    With ``signed``, scales may be negative and map the largest magnitude to ``qmin``, the code without a positive
+    counterpart. Scales of a format with zero points cover the range from the smallest to the largest value.
     """
     if spec.has_zero_points:
         return asymmetric_grid(-stats[1], stats[0], spec)[0]
@@ -245,8 +245,8 @@ def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) 
 
 
 def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
-    """Compute fp32 zero points from ``stats`` (:func:`scales_from_stats`); None if the format has none. They are also
-    valid for any fraction of the scale, which shrinks the range by the same factor on both sides of 0."""
+    """Compute fp32 zero points from ``stats`` (:func:`scales_from_stats`); None for a symmetric format. The zero
+    points stay valid for any fraction of the scale, which shrinks the range by one factor on both sides of 0."""
     return asymmetric_grid(-stats[1], stats[0], spec)[1] if spec.has_zero_points else None
 
 
@@ -339,8 +339,8 @@ def measured_scales(weights: Sequence[Tensor], spec: TensorSpec, ranges: Ranges)
 def partial_clipped(
     flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
-    """Count the elements of one range of a weight, given as in :func:`partial_stats`, that its scales clip; int64
-    scalar on the range's device. ``scale`` (effective, fp32) and ``zero`` are of the whole weight."""
+    """Count the elements of one range of a weight that the scales clip; int64 scalar on the range's device. The range
+    is given as in :func:`partial_stats`; ``scale`` (effective, fp32) and ``zero`` belong to the whole weight."""
     clipped = torch.zeros((), dtype=torch.int64, device=flat.device)
     scales, zeros = _per_run(scale, shape, spec), _per_run(zero, shape, spec)
     for runs, rows in _pieces(flat, start, shape, spec):
@@ -354,8 +354,8 @@ def partial_fit(
     """Sum the squared quantization error and the squared values per scale over one range of a weight; fp64 ``[2, *scale
     shape]``.
 
-    The first divided by the second is the relative error, the inverse of the signal-to-noise ratio. Arguments as in
-    :func:`partial_clipped`.
+    The error divided by the squared values is the relative error, the inverse of the signal-to-noise ratio. The
+    arguments are those of :func:`partial_clipped`.
     """
     sums = torch.zeros(2, _runs(shape, spec), dtype=torch.float64, device=flat.device)
     scales, zeros = _per_run(scale, shape, spec), _per_run(zero, shape, spec)
@@ -402,7 +402,7 @@ def _pieces(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) 
 
 
 def _runs(shape: tuple[int, ...], spec: TensorSpec) -> int:
-    """Count the segments of consecutive elements of a weight that share a scale; in a block each row is one."""
+    """Count the runs of a weight: segments of consecutive elements that share a scale (see :mod:`quant.spec`)."""
     return math.prod(shape) // spec.run_length(shape)
 
 

@@ -97,8 +97,8 @@ def packed_codes(parameter: Tensor) -> PackedCodes | None:
 def store_packed(
     layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ranges: Ranges | None = None, option: str = BASE
 ) -> None:
-    """Replace the weight of a layer (a Linear or stack, on the meta device) by a Parameter for its codes. Arguments and
-    errors: see :class:`PackedCodes`."""
+    """Replace the weight of a layer (a Linear or stack, on the meta device) by a frozen Parameter for its codes. For
+    the arguments see :class:`PackedCodes`. Raises ValueError as :meth:`PackedCodes.packed_shape`."""
     weight, held = layer.weight, PackedCodes(spec, shape, ranges, option)
     assert isinstance(weight, nn.Parameter) and weight.is_meta and math.prod(shape) == weight.numel()
     packed = torch.empty(held.packed_shape(weight.dtype), dtype=weight.dtype, device="meta")
@@ -111,7 +111,7 @@ def placeholder(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
     Autograd and ZeRO see an ordinary weight, and the codes live as long as the tensor. All its elements are one NaN
     stored after the codes (strides of 0): a computation with the tensor itself instead of :func:`codes_of_placeholder`
-    results in NaN. ``parts`` are the bytes of the codes, uint8 in any shape; may be padded at the end.
+    results in NaN. ``parts`` contains the bytes of the codes, uint8 in any shape, and may be padded at the end.
     """
     size = -(-parts.numel() // dtype.itemsize) * dtype.itemsize
     memory = torch.empty(size + dtype.itemsize, dtype=torch.uint8, device=parts.device)

@@ -228,8 +228,8 @@ def _measure_inputs(model: nn.Module, quantization: Quantization, calibrate: Cal
 
 
 def find_quantization(model: nn.Module) -> Quantization:
-    """Collect the quantized layers of a prepared or converted model, or of a copy of it, to switch or export them. The
-    result has no scale groups.
+    """Collect the quantized layers of a prepared or converted model, or of a copy of such a model. With the result,
+    callers switch fake quantization or export the layers; it has no scale groups.
 
     Raises:
         ValueError: the model has no quantized layer, or its training forwards called only some of them.

@@ -323,8 +323,8 @@ def replace_layers(
 def _quant_embedding(
     name: str, table: nn.Embedding, scheme: Scheme, learn_scale: bool, head: ScaleGroup | None
 ) -> tuple[ScaleGroup, QuantEmbedding]:
-    """Build a quantized embedding and the group of its scale, which is shared with the tied lm_head of the group
-    ``head``. Raises ValueError if it cannot be quantized."""
+    """Build a quantized embedding and the group of its scale. If ``head``, the group of a tied lm_head, is given, the
+    embedding takes its scale. Raises ValueError if the embedding cannot be quantized."""
     spec = scheme.weights
     try:
         shape = spec.scale_shape((table.num_embeddings, table.embedding_dim))
@@ -336,7 +336,7 @@ def _quant_embedding(
 
 
 def _nothing_to_quantize(model: nn.Module) -> str:
-    """Write the error text for a model without an nn.Linear to quantize; it names other classes that have matrices."""
+    """Write the error text for a model without an nn.Linear to quantize; the text names other classes with matrices."""
     kinds = Counter(
         type(module).__name__
         for module in model.modules()
@@ -420,7 +420,8 @@ def forward_with(module: nn.Module, *inputs: Tensor, parameters: dict[str, Any],
 
 
 def random_tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Draw a tensor for each of ``shapes`` on the CPU, always the same ones, to compare what two modules compute."""
+    """Draw a random tensor for each of ``shapes`` on the CPU, with a fixed seed, to compare the results of two
+    modules."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes]
 
@@ -436,8 +437,8 @@ def _computes_linear(module: nn.Linear) -> bool:
 
 
 def _shared(modules: Mapping[str, nn.Module], schemes: Mapping[str, Scheme], chosen: Iterable[str]) -> dict[str, str]:
-    """Find the error texts of layers that share their weight with another module: one tensor on disk cannot be both
-    quantized and unquantized. Embeddings and lm_head may share it if they have one scheme."""
+    """Write the error texts of layers that share their weight with another module: one tensor on disk cannot be both
+    quantized and unquantized. An embedding and lm_head may share one weight if they have one scheme."""
     users: dict[int, list[str]] = {}
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):

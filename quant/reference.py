@@ -243,7 +243,7 @@ def fake_quant_backward(
 
     Returns the gradient of ``x`` in ``grad``'s dtype, and the gradient of the scale, fp32 in the scale's shape, summed
     over the elements that share it (None without ``scale_gradient``). With ``of_weight``, a non-finite element of ``x``
-    makes a gradient NaN: that of its scale with ``scale_gradient``, else its own.
+    makes a gradient NaN: with ``scale_gradient`` the gradient of its scale, else the gradient of the element.
     """
     scale = per_run(scale, x.shape, spec)
     v, zero = _in_codes(x, scale), _per_part(zero)
@@ -490,7 +490,7 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, spec: TensorSpec)
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradients of gate and up, in their dtype, from the gradient of the quantized result.
 
-    With ``dy`` this gradient, set to 0 outside of the mask, and ``a``, ``b``, ``s`` and ``T`` as in
+    With ``dy`` the gradient of the result, set to 0 outside of the mask, and ``a``, ``b``, ``s`` and ``T`` as in
     :func:`silu_mul_quantize`::
 
         db = T(dy * s)      d = T(dy * b)      sigma = 1 / (1 + exp(-a))

@@ -29,7 +29,7 @@ _EXPERT = re.compile(r"(?:.*\.)?experts\..+")
 
 
 def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: int) -> None:
-    """Switch on input rotation in blocks of ``block``; the caller must then rotate the layers' weights.
+    """Switch on the rotation of the inputs of selected layers; the caller must then rotate the layers' weights.
 
     ``patterns`` are regexes on full names of quantized layers, ``block`` is an element of :data:`quant.gemm.BLOCKS`.
     Raises ValueError if a pattern matches nothing, or vLLM would not rotate a layer's input.
@@ -107,8 +107,8 @@ def transform_config(targets: Iterable[str], block: int) -> dict[str, Any]:
 
 
 def stored_matrix(layer: QuantLayer) -> Tensor:
-    """Build the matrix of 1 and -1 ``[block, block]`` in the model's dtype, which compressed-tensors stores with the
-    layer."""
+    """Build the Hadamard matrix ``[block, block]`` of 1 and -1 that compressed-tensors stores with the layer, in the
+    model's dtype."""
     assert isinstance(layer, QuantLinear) and layer.rotation is not None
     return hadamard(layer.rotation, layer.weight.dtype, torch.device("cpu"))
 
@@ -123,7 +123,7 @@ class RotatedInputs(NamedTuple):
 
 
 def rotations_from_config(config: Mapping[str, Any] | None) -> list[RotatedInputs]:
-    """Read the input rotations of a ``transform_config`` (None has none); the inverse of :func:`transform_config`.
+    """Read the input rotations from a ``transform_config``, or from None, which has no rotations.
 
     Entries at ``weight_input`` are skipped: the weights in the file are already rotated. Raises ValueError if the
     config has a transform of another kind or at another location.

@@ -46,13 +46,14 @@ _DECODER_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..+")
 
 @dataclass(frozen=True)
 class Rule:
-    """Scheme for the layers that match ``layers``, if given, and are in the first or last decoder layers, if given.
+    """Scheme for the layers whose name matches ``layers`` and that are in the first or last decoder layers. A condition
+    that is None always holds.
 
     Attributes:
         scheme: scheme of these layers; None leaves them unquantized.
         layers: regex on the whole module name (``re.fullmatch``).
-        first, last: match what is inside the first ``first`` or the last ``last`` decoder layers (modules named
-            ``layers.0``, ``layers.1``, ...); with both, either is enough.
+        first, last: match layers inside the first ``first`` or the last ``last`` decoder layers (modules named
+            ``layers.0``, ``layers.1``, ...). If both are given, one match is enough.
     """
 
     scheme: Scheme | None
@@ -136,7 +137,7 @@ _LINEARS = (nn.Linear, StackedLinear)
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by name; a stack under the name of each of its Linears."""
+    """Return the modules by name; a stack of experts is listed once for each of its Linears, under that name."""
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
@@ -178,9 +179,9 @@ _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.(?P<projection>gate_p
 
 
 def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, across_experts: bool) -> list[list[str]]:
-    """Group the layers named in ``schemes`` into the sets that serving fuses, in module order; each is in exactly one
-    set. With ``across_experts``, a set contains layers of all experts of a MoE layer (they share an input scale), else
-    of one expert. Raises ValueError if layers that are served as one have different schemes, or only some have one."""
+    """Group the layers named in ``schemes`` into the sets that serving fuses, in module order. Each layer is in one
+    set. With ``across_experts``, a set contains layers of all experts of a MoE layer, which share an input scale; else
+    layers of one expert. Raises ValueError if layers of a set have different schemes, or only some have a scheme."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in schemes:
         groups.setdefault(_fused_key(name, modules, across_experts), []).append(name)
@@ -214,8 +215,8 @@ def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Mo
 
 
 def _fused_key(name: str, modules: dict[str, nn.Module], across_experts: bool) -> tuple[str, ...]:
-    """Return the key by which layers are grouped: the parent's name (or MoE layer's) and the names of layers fused
-    there."""
+    """Return the key by which :func:`fused_sets` groups layers: the name of the parent module (or of the ``experts``
+    module) and the names of the fused layers inside that module."""
     expert = _EXPERT.fullmatch(name)
     if across_experts and expert is not None:
         return (expert["experts"], *(GATE_UP if expert["projection"] in GATE_UP else ("down_proj",)))
@@ -285,8 +286,8 @@ def pattern_problem(text: str) -> str | None:
 
 
 def _repeats(parsed: Any, *, inside: bool) -> int | None:
-    """Count the unlimited repetitions of a pattern; None if one contains another, or alternatives. Repetitions of
-    digits are not counted: a name has few digits in a row. Alternatives are added up."""
+    """Count the unlimited repetitions of a pattern; None if a repetition contains another repetition or alternatives.
+    Repetitions of digits are not counted: a name has few digits in a row. Counts of alternatives are added up."""
     count = 0
     for operation, argument in parsed:
         if operation in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):

@@ -95,7 +95,7 @@ def check_fp32(scales: Mapping[str, Tensor | None]) -> None:
 
 
 def have_codes(values: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Quantize ``values`` and compare the result with ``codes``: a bool tensor of their shape, True where equal."""
+    """Return a bool tensor that is True where an element of ``values``, when quantized, has its code in ``codes``."""
     found, _ = kernels.quantize(values, quantizer)
     return found.view(torch.uint8) == codes.view(torch.uint8)
 
@@ -140,8 +140,8 @@ class Fit(NamedTuple):
 
 
 def scale_problem(fit: Fit, spec: TensorSpec) -> str | None:
-    """Describe the problem with a Linear's scales: loaded and measured scales, and the likely cause; None if the loaded
-    scales pass the check."""
+    """Compare the loaded scales of a Linear with scales measured from its weight. Return None if they pass the check,
+    else an error text with both scales and the likely cause."""
     # Scales of nearly zero weights are arbitrary.
     counts = fit.squares > 1e-6 * fit.squares.mean()
     if not bool(counts.any()):

@@ -55,8 +55,8 @@ class TensorSpec:
         symmetric: the grid is centered on 0. Otherwise an integer zero point per scale shifts it; for int weights per
             group or channel, and dynamic int inputs per token.
         dynamic: scales are computed from each token (or group of it) at run time, not stored.
-        ggml: scales as in ggml's blocks (llama.cpp): fp16, and negative where that uses the smallest code, which has no
-            positive counterpart. For symmetric int weights in groups.
+        ggml: scales as in ggml's blocks (llama.cpp): fp16, and negative where a negative scale makes use of the
+            smallest code, which has no positive counterpart. For symmetric int weights in groups.
         narrow: narrow range of symmetric int weights: codes without the smallest one, which has no positive
             counterpart. At 4 bits the codes are -7..7 and the initial scale is ``absmax / 7``. Checkpoints do not
             record this option, as codes are decoded the same way.
@@ -138,7 +138,7 @@ class TensorSpec:
 
     @property
     def wide(self) -> "TensorSpec":
-        """The spec without ``narrow``, as checkpoints record it (they do not store ``narrow``)."""
+        """The same spec with ``narrow`` off: checkpoints do not store ``narrow``."""
         return replace(self, narrow=False)
 
     def takes(self, other: "TensorSpec") -> bool:
@@ -219,8 +219,8 @@ class TensorSpec:
         return math.gcd(self.group_size, in_features)
 
     def elements_per_scale(self, weight_shape: tuple[int, ...]) -> int:
-        """Count the elements of the weight ``[..., out, in]`` that share one scale, consecutive or not; of a block, as
-        many as in a full one."""
+        """Count the elements of the weight ``[..., out, in]`` that share one scale, consecutive or not. For scales per
+        block, return the size of a full block."""
         if self.granularity == "block" and self.group_size is not None:
             return self.group_size**2
         return self.run_length(weight_shape)

@@ -51,9 +51,9 @@ def load_compressed(
     device: torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Quantization]:
-    """Build the model of a compressed checkpoint, whole on every rank, and fill it; a collective. It is in eval mode,
-    with all fake quantization on and scales frozen. Exception: 8-bit weights with zero points in bf16 are not
-    fake-quantized; they are the dequantized codes.
+    """Build the model of a compressed checkpoint, whole on every rank, and load its weights; a collective. Return the
+    model in eval mode, and its quantization, with all fake quantization on and scales frozen. Exception: 8-bit weights
+    with zero points in bf16 are not fake-quantized, as they already are the dequantized codes.
 
     If layers share a scale and the file has several values (another writer's checkpoint), the largest is used and the
     weights are quantized again with it, as serving engines do when they fuse these layers.
@@ -109,7 +109,8 @@ def load_compressed(
 
 
 def _numerics(directory: Path) -> tuple[list[Rule], TensorSpec | None, list[RotatedInputs]]:
-    """Read the rules of layers, the quantization of keys and values, and the rotated inputs from config.json."""
+    """Read the rules of layers, the quantization of keys and values, and the rotated inputs from config.json. Raises
+    ValueError if they are not supported."""
     config = read_quantization_config(directory)
     try:
         rotations = rotations_from_config(config.get("transform_config"))
@@ -172,8 +173,9 @@ def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLayer) -> dict
 def _fill(
     model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint, kv_cache: TensorSpec | None
 ) -> SourceCheckpoint:
-    """Copy every unquantized tensor on disk, and the dequantized weights, into the model; each key must be used once. A
-    model on the meta device is only compared. Returns the quantized tensors."""
+    """Load the checkpoint into the model: unquantized tensors, and dequantized weights. On the meta device, only
+    compare the headers. Return the quantized tensors. Raises CheckpointError if tensors are missing, unexpected or
+    of another shape."""
     tensors = checkpoint.tensors
     keys = {name: quantized_keys(model, name, layer) for name, layer in quantization.layers.items()}
     spellings = [cache_keys(model, name) for name in quantization.caches]

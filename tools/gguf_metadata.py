@@ -62,9 +62,9 @@ class GGUFSource:
 
     def number(self, end: str, default: float | None = None) -> Any:
         """Return the number of the metadata key ``<architecture>.<end>``, or ``default`` if the file lacks the key: a
-        float if ``end`` is in ``_FRACTIONS``, else an integer. Of a list with a value for each layer (``end`` is in
-        ``_BY_LAYER``), return the first value that is not 0. Raises CheckpointError if the result is not a positive
-        number, as without key and ``default``."""
+        float if ``end`` is in ``_FRACTIONS``, else an integer. If ``end`` is in ``_BY_LAYER`` and the value is a list
+        (one number per layer), return the first number that is not 0. Raises CheckpointError if the result is not a
+        positive number below 2^31, or there is neither the key nor a ``default``."""
         value, fraction = self.own(end, default), end in _FRACTIONS
         if end in _BY_LAYER and isinstance(value, list):
             value = next((number for number in value if number != 0), value)
@@ -181,7 +181,8 @@ def build_tokenizer(file: GGUFSource) -> PreTrainedTokenizerFast:
 
 
 def _byte_level(file: GGUFSource, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """Build a byte-level BPE; also return True if a text begins with bos by default."""
+    """Build a byte-level BPE tokenizer; also return True if llama.cpp begins a text with bos by default. Raises
+    CheckpointError if ``tokenizer.ggml.pre`` is unknown, or the merges are not valid."""
     pre = file.token("pre")
     if not isinstance(pre, str) or pre not in _PRE:
         file.refuse(f"tokenizer.ggml.pre is {pre!r}, expected one of {', '.join(_PRE)}")
@@ -199,7 +200,7 @@ def _byte_level(file: GGUFSource, vocabulary: dict[str, int]) -> tuple[Tokenizer
 
 
 def _merges(file: GGUFSource) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that are merged, in their order."""
+    """Return the pairs of tokens to merge, in order. Raises CheckpointError if the file has no valid list of them."""
     merges = file.token("merges")
     if not isinstance(merges, list) or any(str(merge).count(" ") != 1 for merge in merges):
         file.refuse("tokenizer.ggml.merges is missing, or has an entry that is not a pair of tokens")
@@ -217,7 +218,8 @@ def _bpe(file: GGUFSource, vocabulary: dict[str, int], merges: list[tuple[str, s
 
 
 def _ranked(file: GGUFSource, vocabulary: dict[str, int], *, by_id: bool) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that another token consists of, by its id or its score."""
+    """Derive merges: for each token, all pairs of tokens that it can be split into. They are ordered by the token's id
+    if ``by_id``, else by its score, highest first. Raises CheckpointError if a score is not finite."""
     scores = file.token("scores")
     if not all(map(math.isfinite, scores)):
         file.refuse("tokenizer.ggml.scores holds NaN or infinite values")
@@ -232,8 +234,9 @@ def _ranked(file: GGUFSource, vocabulary: dict[str, int], *, by_id: bool) -> lis
 
 
 def _sentencepiece(file: GGUFSource, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """Build a BPE of SentencePiece. The file of a model other than Gemma 4 has scores instead of merges: a merge ranks
-    by the score of its result; for Gemma 3, whose scores have another order, by the id (as in transformers' reader)."""
+    """Build a BPE tokenizer of SentencePiece; also return True, as a text begins with bos by default. Only Gemma 4's
+    files list merges. For others :func:`_ranked` orders them by the score of the merged token; for Gemma 3, whose
+    scores have another order, by its id (as in transformers' reader). Raises CheckpointError for invalid metadata."""
     gemma = file.architecture.startswith("gemma")
     prefix = bool(file.token("add_space_prefix", True))
     if prefix is gemma:

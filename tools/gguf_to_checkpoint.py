@@ -2,9 +2,9 @@
 
 Configuration and tokenizer are rebuilt from the file's metadata. transformers' own reader ignores metadata that it has
 no name for (scaling of RoPE, the size of heads). Here an entry that changes the model and has no equivalent is an
-error, as is a tensor that the model or the file lacks. Changes of llama.cpp's converter are undone: rows of q and k of
-Llama are interleaved, norms of Gemma have 1 added, and the like (:class:`model.save.gguf_names.GGUFPlace`); the experts
-of a layer are one tensor.
+error, as is a tensor that the model or the file lacks. Changes of llama.cpp's converter are undone, such as rows of q
+and k that are interleaved in Llama, or 1 that is added to norms in Gemma (:class:`model.save.gguf_names.GGUFPlace`).
+The file has the experts of a layer in one tensor.
 """
 
 import math
@@ -69,7 +69,7 @@ _OPTIONAL = ("final_logit_softcapping",)
 
 @dataclass(frozen=True)
 class _Family:
-    """transformers' model of an architecture of llama.cpp."""
+    """Class of transformers for an architecture of llama.cpp, and rules that convert metadata to its configuration."""
 
     model_type: str
     class_name: str
@@ -82,8 +82,8 @@ class _Family:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion: ``kinds`` are numbers of tensors by ggml's type, ``rounded`` is the number of quantized
-    tensors that ``dtype`` does not represent exactly."""
+    """Result of a conversion: ``kinds`` are the numbers of tensors of each ggml type, ``rounded`` is the number of
+    quantized tensors that ``dtype`` does not represent exactly."""
 
     model_type: str
     kinds: Mapping[str, int]
@@ -99,8 +99,8 @@ class Conversion:
 
 
 def convert_gguf(source: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> Conversion:
-    """Write the model of the GGUF file ``source`` to a new directory ``out`` as a Hugging Face checkpoint. ``dtype`` is
-    that of quantized tensors; tensors in F32, F16 and BF16 keep theirs.
+    """Write the model of the GGUF file ``source`` to a new directory ``out`` as a Hugging Face checkpoint. Quantized
+    tensors are written in ``dtype``; tensors in F32, F16 and BF16 keep their dtype.
 
     Raises:
         RankError, ValueError, OSError: before tensors are written: ``out`` is not empty, the file is damaged, or its
@@ -162,7 +162,7 @@ def convert_gguf(source: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16
 
 
 class _Planned(NamedTuple):
-    """Tensor of the checkpoint."""
+    """Tensor to write to the checkpoint, and its places in the GGUF file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -221,7 +221,8 @@ def _plan(file: GGUFSource, empty: PreTrainedModel, names: GGUFNames, dtype: tor
 
 
 def _problems(file: GGUFSource, key: str, place: GGUFPlace, shape: tuple[int, ...]) -> Iterator[str]:
-    """Yield what is wrong with the file's tensor of ``key``, whose shape is expected to be ``shape``."""
+    """Yield each problem of the GGUF tensor at ``place``: it is missing, is not of ``shape`` (of one part if experts
+    are stacked), or is a quantized vector. ``key`` is the model's name of the tensor."""
     if place.name not in file.tensors:
         yield f"it lacks {place.name or key}"
         return
@@ -243,8 +244,8 @@ def _dtype(file: GGUFSource, place: GGUFPlace, quantized: torch.dtype) -> torch.
 
 
 def _slices(file: GGUFSource, place: GGUFPlace) -> Iterator[Tensor]:
-    """Yield a tensor, or one expert of it, in slices of whole rows as transformers orders them: fp32, or a plain
-    tensor's own dtype. Raises CheckpointError if values are not finite."""
+    """Yield the values at ``place`` (a tensor, or one expert's part) in slices of whole rows, in transformers' order.
+    Quantized values are dequantized to fp32; others keep their dtype. Raises CheckpointError if one is not finite."""
     assert place.name is not None, "planned"
     tensor = file.tensors[place.name]
     kind, data = tensor.tensor_type, place.part_of(tensor.data)
@@ -269,7 +270,7 @@ def _slices(file: GGUFSource, place: GGUFPlace) -> Iterator[Tensor]:
 
 
 def _config(file: GGUFSource, family: _Family) -> PretrainedConfig:
-    """Build transformers' configuration. Raises CheckpointError for an unknown or missing entry of the metadata."""
+    """Build transformers' configuration. Raises CheckpointError for unknown, missing or contradictory metadata."""
     known = {**_VALUES, **family.values}
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(shape_of(embedding)) != 2:
@@ -332,7 +333,7 @@ def _config(file: GGUFSource, family: _Family) -> PretrainedConfig:
 
 
 def _rope(file: GGUFSource, head_dim: int) -> dict[str, Any]:
-    """Build the parameters of RoPE. Raises CheckpointError if transformers has no such scaling."""
+    """Build the parameters of RoPE. Raises CheckpointError if the kind of scaling is not supported."""
     theta = file.number("rope.freq_base", 10000.0)
     if theta <= 1:
         file.refuse(f"{file.architecture}.rope.freq_base is {theta}, expected more than 1")
@@ -355,7 +356,7 @@ def _rope(file: GGUFSource, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3(file: GGUFSource, theta: float, head_dim: int) -> dict[str, Any]:
-    """Find the parameters of Llama 3's scaling that the divisors of frequencies in the file were computed from."""
+    """Find Llama 3's RoPE parameters from the divisors in the file. Raises CheckpointError if none fit."""
     found = torch.from_numpy(np.array(file.tensors[ROPE_FREQS].data, dtype=np.float64))
     turns = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim) / (2 * math.pi)
     factor = round(float(found.max()), 4)
@@ -372,7 +373,7 @@ def _llama3(file: GGUFSource, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 def _gemma3(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that llama.cpp derives for Gemma 3."""
+    """Return the layer types, the scaling of queries and the RoPE parameters of Gemma 3."""
     period, layers = file.number("attention.sliding_window_pattern", 6), values["num_hidden_layers"]
     local_theta = file.number("rope.freq_base_swa", 10000.0)
     kinds = ["full_attention" if (layer + 1) % period == 0 else "sliding_attention" for layer in range(layers)]
@@ -384,24 +385,24 @@ def _gemma3(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llama(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have biases."""
+    """Return ``attention_bias`` and ``mlp_bias``: True if the file has such biases in its first layer."""
     biased = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
     return {attribute: f"blk.0.{name}.bias" in file.tensors for attribute, name in biased.items()}
 
 
 def _qwen3_moe(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the only kind that llama.cpp computes."""
+    """Return the only values that llama.cpp supports: experts in all layers, and normalized top-k weights."""
     routing = {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
     return routing | {"intermediate_size": values.get("intermediate_size", values["moe_intermediate_size"])}
 
 
 def _gpt_oss(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the positions as published: the bounds of YaRN are not rounded."""
+    """Return the RoPE parameters of the published model: the bounds of YaRN are not rounded."""
     return {"rope_parameters": {**values["rope_parameters"], "truncate": False}}
 
 
 def _gemma4(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by kinds of layers, and those that the tensors say."""
+    """Return values per layer type, and values that tensors imply. Raises CheckpointError without ``ROPE_FREQS``."""
     layers = values["num_hidden_layers"]
     sliding = file.by_layer("attention.sliding_window_pattern", layers)
     heads, inner = (file.by_layer(end, layers) for end in ("attention.head_count_kv", "feed_forward_length"))
@@ -428,7 +429,8 @@ def _gemma4(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_5(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers and the positions. Raises CheckpointError if heads do not fit a tensor."""
+    """Return the layer types, the size of linear attention's value heads, and the RoPE parameters. Raises
+    CheckpointError if the numbers of heads do not fit the convolution's tensor."""
     interval, rotary = file.number("full_attention_interval", 4), file.number("rope.dimension_count")
     keys, heads, size = (values[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim"))
     kernels = file.tensors.get("blk.0.ssm_conv1d.weight")
@@ -443,7 +445,7 @@ def _qwen3_5(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have convolutions: those without heads of keys."""
+    """Return the layer types: layers without key heads are convolutions."""
     heads = file.by_layer("attention.head_count_kv", values["num_hidden_layers"])
     kinds = {"layer_types": ["full_attention" if count else "conv" for count in heads]}
     return kinds if "num_experts" in values else kinds | {"block_auto_adjust_ff_dim": False}

@@ -1,11 +1,11 @@
 """Choose a scheme for each part of a model, within a budget of bits per weight (mixed precision).
 
-The cost of a scheme is the KL divergence of the logits when only one part is quantized. It is measured in place, under
-any ZeRO stage. Costs are assumed to add up, as in HAWQ-V2 (Dong et al. 2020, arXiv 1911.03852, section 3.2). The choice
-is a multiple-choice knapsack, solved greedily on the lower convex hull of each part's sizes and costs. All parts start
-at their smallest size; then repeatedly the step that saves most cost per bit, and still fits, is taken. The result
-misses the optimum by less than one step's savings (Sinha and Zoltners 1979, "The multiple-choice knapsack problem",
-theorem 4).
+A part is a set of layers that get the same scheme. The cost of a scheme for a part is the KL divergence of the logits
+when only this part is quantized. Costs are measured on the loaded model, under any ZeRO stage. They are assumed to add
+up, as in HAWQ-V2 (Dong et al. 2020, arXiv 1911.03852, section 3.2). The choice is a multiple-choice knapsack, solved
+greedily on the lower convex hull of each part's sizes and costs. All parts start at their smallest size. Then the step
+that saves the most cost per bit, and still fits, is taken until no step fits. The result misses the optimum by less
+than one step's savings (Sinha and Zoltners 1979, "The multiple-choice knapsack problem", theorem 4).
 """
 
 import math
@@ -39,8 +39,8 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSet:
-    """Layers that share a scheme, since serving fuses them: their module names, the names of their Linears in a
-    checkpoint, the number of weights, and the options by scheme name."""
+    """Part of a model: layers that get the same scheme, as serving fuses them, or as experts of one MoE layer.
+    ``layers`` has module names, ``linears`` names of Linears in a checkpoint, ``options`` size and cost by scheme."""
 
     layers: tuple[str, ...]
     linears: tuple[str, ...]
@@ -59,7 +59,7 @@ class LayerSet:
 
 
 def check_budget(parts: Sequence[LayerSet], budget_bits: float) -> None:
-    """Raise ValueError, naming the required budget, if even the smallest options need more bits. Costs are not used."""
+    """Raise ValueError, naming the required budget, if all smallest options exceed ``budget_bits`` per weight."""
     weights = sum(part.weights for part in parts)
     least = sum(min(option.bits for option in part.options.values()) for part in parts)
     if least > budget_bits * weights * (1 + 1e-12):
@@ -71,9 +71,9 @@ def check_budget(parts: Sequence[LayerSet], budget_bits: float) -> None:
 
 def allocate(parts: Sequence[LayerSet], budget_bits: float) -> list[str]:
     """Choose a scheme for each part, so that the sum of the options' costs is small and all weights together have at
-    most ``budget_bits`` bits on average; return the schemes' names. Greedy: starts from the smallest options, and takes
-    the step that saves the most cost per bit as long as one fits. Raises ValueError if the smallest options do not fit;
-    the message names the required budget."""
+    most ``budget_bits`` bits on average; return the schemes' names. The choice is greedy: it starts from the smallest
+    options, and takes the step that saves the most cost per bit until no step fits. Raises ValueError if the smallest
+    options do not fit; the message names the required budget."""
     check_budget(parts, budget_bits)
     hulls = [_hull(part.options) for part in parts]
     chosen = [0] * len(parts)
@@ -129,8 +129,8 @@ def rules_of_choice(parts: Sequence[LayerSet], schemes: Sequence[str]) -> tuple[
 def patterns(names: Iterable[str]) -> list[str]:
     """Create regexes that match these layer names, but no names in other decoder layers.
 
-    Names that differ only in their first number, that of the decoder layer, and in numbers of experts share a regex. It
-    lists the first numbers, and accepts any expert, as ``names`` has all experts of a layer or none.
+    Names share a regex if they differ only in their first number (the decoder layer's) and in experts' numbers. The
+    regex lists decoder layers, and accepts any expert, as ``names`` must have all experts of a layer or none.
     """
     numbers: dict[str, list[str]] = {}
     for name in names:
@@ -158,10 +158,9 @@ def layer_sets(
 ) -> list[LayerSet]:
     """List the parts of a model whose layers have ``scheme``, with their sizes; costs are NaN.
 
-    Layers that serving fuses form one part, and so do all experts of a MoE layer. Layers with their own scheme
-    (of a rule, lm_head, embeddings) are not included.
-    ``own`` names layers with their own scheme, which may be this one; ``dtype`` is that of the model, and of scales
-    without a fixed dtype.
+    Layers that serving fuses form one part, and so do all experts of a MoE layer. ``own`` names layers to leave out:
+    their scheme does not depend on ``quant.scheme`` (it comes from a rule, or they are lm_head or embeddings), even if
+    it equals ``scheme``. ``dtype`` is the dtype of the model, and of scales without a fixed dtype.
     """
     layers = quantization.layers.items()
     schemes = {name: layer.scheme for name, layer in layers if layer.scheme.name == scheme and name not in own}
@@ -193,10 +192,10 @@ def divergences(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> list[float]:
-    """Measure, for each of ``sets``, the mean KL divergence per token, in nats, between the logits with only its layers
-    quantized (also their inputs) and with no layer quantized; a collective. Takes one forward per set and sample of
-    ``batches``, of which every rank has the same number. Which layers are fake-quantized is restored afterwards. Raises
-    RankError on every rank if a divergence is not finite."""
+    """Measure the effect of quantizing each of ``sets`` (layer names) alone, weights and inputs: the mean KL divergence
+    per token, in nats, from the logits of the unquantized model; a collective. Takes one forward per set and sample,
+    and one unquantized forward per sample; every rank needs equally many ``batches``. Afterwards the same layers as
+    before are fake-quantized. Raises RankError on every rank if a divergence is not finite."""
     was_training = engine.training
     engine.eval()
     sums, tokens = torch.zeros(len(sets), dtype=torch.float64), torch.zeros((), dtype=torch.float64)

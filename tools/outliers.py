@@ -3,8 +3,8 @@
 **Rotate** by Hadamard matrices: one tensor in memory at a time, computed in fp64 and rounded once.
 
 Hadamard matrices are orthogonal, with entries of equal magnitude. Such a matrix spreads an outlier over all values of
-its row, so that one scale fits them all (QuaRot, arXiv 2404.00456, section 3). Here their order is the largest power of
-two by which the length of the row is divisible: a row of 2,560 values is rotated in 5 blocks of 512.
+its row, so that one scale fits them all (QuaRot, arXiv 2404.00456, section 3). The order of a matrix here is the
+largest power of two by which the length of the row is divisible: a row of 2,560 values is rotated in 5 blocks of 512.
 
 The residual stream h [n], a column vector, becomes Q^T h with an orthogonal Q [n, n]. The model computes the same
 function if
@@ -156,7 +156,7 @@ class RotationReport:
 
 def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0) -> RotationReport:
     """Write ``source``, a plain Hugging Face checkpoint of one of :data:`FAMILIES`, with rotated weights to a new
-    directory ``out``. The model computes the same function, and dtypes are the same. ``seed`` is that of the signs.
+    directory ``out``. The model computes the same function, and dtypes are the same. ``seed`` sets the signs.
 
     Raises:
         RankError, ValueError, OSError: before anything is written: ``out`` is not empty, the model is unknown or
@@ -182,7 +182,7 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0) -> RotationRepo
 
 def read_plain(source: Path, done: str) -> tuple[PretrainedConfig, dict[str, DiskTensor]]:
     """Read the configuration and the headers of an unquantized checkpoint of one of :data:`FAMILIES`; a collective.
-    ``done`` is a participle for the errors: what the checkpoint cannot be, such as "rotated".
+    ``done`` completes "cannot be ..." in error messages, such as "rotated".
 
     Raises:
         RankError: on every rank: the model is unknown or quantized; a tensor is missing, unknown or of another shape.
@@ -232,8 +232,8 @@ def write_changed(
 
 
 def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
-    """Remove a tied model's lm_head from ``tensors``: with it transformers 5 would untie the model. Raises
-    CheckpointError if it differs from the embedding."""
+    """Remove a tied model's lm_head from ``tensors``: if it were written, transformers 5 would untie the model. Raises
+    CheckpointError if lm_head differs from the embedding."""
     head, embedding = tensors.pop(HEAD, None), tensors[EMBEDDING]
     if head is None:
         return
@@ -323,7 +323,7 @@ def measure_norm_outputs(
 ) -> dict[str, Tensor]:
     """Measure the outputs of norms, given by the keys of their weights, for the first ``tokens`` tokens of a text; a
     collective. Returns the largest magnitude of each feature, fp64 [features] in CPU memory, by key. Raises RankError
-    on every rank if the checkpoint or the text cannot be read."""
+    on every rank if the checkpoint or the text cannot be read, or an output is not finite."""
     with errors_on_all_ranks(ValueError, OSError):
         sample = read_eval_text(text, load_tokenizer(source), tokens)
     model = load_for_evaluation(source, torch.bfloat16, device, sharded=world_size() > 1)

@@ -123,7 +123,7 @@ def _write_rows(
     manifest: Manifest,
     directory: Path,
 ) -> None:
-    """Run the teacher over this rank's share of the samples, and write its rows; a collective."""
+    """Run the teacher over this rank's share of the samples, and write the rows of these samples; a collective."""
     with errors_on_all_ranks(OSError):  # also if the directory is not on a disk that all ranks share
         writer = Writer(directory)
     held = HeldOut(
@@ -152,7 +152,7 @@ def _write_rows(
 
 
 def _finish(directory: Path, manifest: Manifest) -> None:
-    """Add the checksums of the files of all ranks; a collective."""
+    """Compute the checksums of all files, each rank a share, and add them to the cache on rank 0; a collective."""
     with errors_on_all_ranks(OSError):
         mine = teacher_cache.checksums(directory, manifest, rank(), world_size())
     shares = gather_objects(mine)

@@ -28,7 +28,7 @@ def main():
 
     @loop.at(step=steps // 2)
     def all_on(state):
-        """Train with serving numerics from here on."""
+        """Train with serving numerics, and half the peak rate of weights, from here on."""
         state.quant.enable()
         state.set_peak_rates(weights=recipe.optim.lr / 2)
 

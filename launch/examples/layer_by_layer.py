@@ -26,7 +26,7 @@ def main():
 
     @loop.every(1)
     def next_layers(state):
-        """Switch on the layers that are due: all of them after half of the run."""
+        """Fake-quantize the layers that are due: all of them after half of the run."""
         layers = state.session.quantization.layers
         found = sorted({(int(match[2]), match[1]) for name in layers if (match := LAYER.fullmatch(name))})
         due = min(len(found), len(found) * 2 * state.step // recipe.train.steps)

@@ -40,8 +40,8 @@ def quantization_config(
             error, with random output.
         kv_cache: format of keys and values; None leaves them unquantized.
         no_linears: layers that ``Linear`` does not match: embeddings, and lm_head, which is not a Linear in vLLM.
-        embedding: scheme of all embeddings, if they share one. They are targeted by class, too, as vLLM has no name for
-            them in some models (Llama, Granite).
+        embedding: scheme of all embeddings, if they share one. The group also targets the class ``Embedding``, as vLLM
+            has no name for the embeddings of some models (Llama, Granite).
         anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
             module.
 
@@ -236,8 +236,8 @@ def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None
 
 
 def _arguments(key: str, args: Any) -> Mapping[str, Any] | None:
-    """Check the types of a QuantizationArgs object (``num_bits``, ...) and return it; None for null. Raises
-    ValueError."""
+    """Check the types of a QuantizationArgs object (``num_bits``, ...) and return the object; None for null. Raises
+    ValueError if a type is wrong."""
     if args is None:
         return None
     if not isinstance(args, Mapping):

@@ -68,8 +68,8 @@ def gguf_shapes(in_features: int, out_features: int, scheme: Scheme) -> Shapes:
 def gguf_tensors(
     key: str, codes: torch.Tensor, scale: torch.Tensor, packed: Mapping[str, torch.Tensor], scheme: Scheme
 ) -> dict[str, torch.Tensor]:
-    """Build the tensors of one Linear by suffix; ``packed`` are those of compressed-tensors. For the other arguments
-    and errors see :func:`blocks`."""
+    """Build the tensors of one Linear by suffix. ``packed`` has the Linear's tensors in compressed-tensors' layout. For
+    the other arguments and the errors see :func:`blocks`."""
     kind = block_type(scheme)
     if kind != "NVFP4":
         return {"weight": blocks(key, codes, scale, kind)}

@@ -56,9 +56,9 @@ def mlx_tensors(
     scheme: Scheme,
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Build the tensors of a Linear by suffix, in CPU memory, from those of compressed-tensors (``packed``), the
-    effective scale of the forward, ``[out, groups]``, exact in the model's ``dtype`` for integers, and the fp32 zero
-    points ``[out, groups]``, or None."""
+    """Build the tensors of a Linear by suffix, in CPU memory. ``packed`` has its tensors in compressed-tensors' layout.
+    ``scale`` is the effective scale of the forward, ``[out, groups]``, for integers exact in the model's
+    ``dtype``. ``zero`` has the fp32 zero points ``[out, groups]``, or is None."""
     codes = packed["weight" if "weight" in packed else "weight_packed"]
     weight = codes.cpu().contiguous().view(torch.uint32)
     if scheme.weights.mx:

@@ -70,7 +70,7 @@ RECIPROCALS = ("weight_scale_2", "input_scale")
 
 
 def algorithm(scheme: Scheme) -> str:
-    """Return ModelOpt's name of a scheme. Raises ValueError if it has none."""
+    """Return ModelOpt's name of a scheme. Raises ValueError if ModelOpt has no name for the scheme."""
     for name, known in (*ALGORITHMS.items(), *DYNAMIC.items()):
         if (known.weights, known.activations) == (scheme.weights, scheme.activations):
             return name
@@ -79,7 +79,7 @@ def algorithm(scheme: Scheme) -> str:
 
 
 def names_of(scheme: Scheme) -> dict[str, str]:
-    """Map compressed-tensors' suffixes of a Linear's tensors to ModelOpt's; suffixes that are equal are left out."""
+    """Map suffixes of a Linear's tensors from compressed-tensors to ModelOpt; equal suffixes are left out."""
     return _NAMES if scheme.weights.dtype == "fp4_e2m1" else {}
 
 

@@ -40,8 +40,9 @@ def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
 
 def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
     """Compute the scale ``s0 * exp(theta)``, fp32 in the shape of ``s0``, rounded to its stored format, without a
-    gradient; may be ``s0`` itself.
-    Here and in other functions, callers in backward give a gradient as ``after``, which does not affect the result, but
+    gradient. The result may be ``s0`` itself.
+
+    Here and in other functions, callers in backward pass a gradient as ``after``. It does not affect the result, but
     keeps ``torch.compile`` from storing the forward's result for backward (:mod:`quant.kernels.operators`)."""
     (s0, theta, above, _), spec, dtype = quantizer
     stored = stored_dtype(spec, dtype)
@@ -229,8 +230,8 @@ def keep_tokens(
         Values in the shape and dtype of ``x``; packed codes (e2m1: uint8 ``[..., features / 2]``, e4m3 in the shape of
         ``x``); the mask of :func:`quantize` if ``mask`` and elements may be clipped, else empty; and the scales of the
         groups ``[..., n, 1]`` in their stored format, which is exact. Scales in fp32 or powers of two never clip
-        elements. e4m3 scales may: they saturate if a group is too large for the global scale, and small e4m3 numbers
-        are coarse.
+        elements. With e4m3 scales elements may be clipped: a scale saturates if its group is too large for the global
+        scale, and small e4m3 numbers are coarse.
     """
     groups, clips = _token_groups(x, spec), mask and above is not None
     values, codes, clipped, scales = _operators().keep_tokens(groups, grid_of(spec), clips, *_stored(spec, above))
@@ -240,9 +241,9 @@ def keep_tokens(
 def restore_tokens(
     codes: Tensor, scales: Tensor, spec: TensorSpec, dtype: torch.dtype, above: Tensor | None, *, after: Tensor | None
 ) -> Tensor:
-    """Dequantize the codes of :func:`keep_tokens` to the values that it returned, bit for bit; ``dtype`` is theirs, and
-    ``above`` the global scale, or None. ``after`` as for :func:`effective_scale`: the gradient in backward, else
-    None."""
+    """Dequantize the codes of :func:`keep_tokens` to the values that this function returned, bit for bit. ``dtype`` is
+    the dtype of these values, ``above`` the global scale or None. ``after`` is the gradient in backward, else None, as
+    in :func:`effective_scale`."""
     if spec.dtype == "fp4_e2m1":
         codes = unpack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
     scale = scales.float() if above is None else scales.float() / above

@@ -91,8 +91,8 @@ _AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {
 def prepare_kernels() -> str:
     """Compile and load the kernels, or register the fallback.
 
-    It is called automatically at first use; call it earlier to choose the time of the first build, which takes half a
-    minute. Returns a text about slower fallbacks with the reason; empty if there are none.
+    The first use of an operator calls this function. Call it earlier to choose the time of the first build, which takes
+    half a minute. Returns a text about slower fallbacks with the reason; empty if no fallback is used.
     """
     built = build()
     remarks = []

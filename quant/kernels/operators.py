@@ -359,8 +359,8 @@ def _wanted(codes: Tensor, inside: Tensor, rounded: Tensor, mask: bool, values: 
 
 
 def _spec(grid: int, granularity: Granularity = "channel") -> TensorSpec:
-    """Build the spec of a grid (0: e4m3, 1: e2m1, else bits of an integer); the shapes of rows and scales determine
-    which elements share a scale."""
+    """Build the spec of a grid (0: e4m3, 1: e2m1, else bits of an integer, negative for narrow range). The shapes of
+    rows and scales determine which elements share a scale."""
     if grid == 1:
         return TensorSpec("fp4_e2m1", 4, "group", 16)
     if grid == 0:

@@ -66,7 +66,7 @@ class EvalText:
     digest: str  # a checksum, to detect that two models were evaluated on different texts
 
     def perplexities(self, log_likelihood: float) -> dict[str, float]:
-        """Compute perplexities by name; ``log_likelihood``: sum over the tokens, in nats."""
+        """Compute perplexities and bits per byte, by name. ``log_likelihood`` is the sum over the tokens, in nats."""
         return {
             "perplexity per token": perplexity(-log_likelihood / len(self.token_ids)),
             "perplexity per word": perplexity(-log_likelihood / self.words),

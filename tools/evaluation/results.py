@@ -123,7 +123,7 @@ class Comparison:
         return next((LEVELS[end] for end in ends if end in LEVELS), "bf16")
 
     def measures(self) -> list[str]:
-        """Return the names of the compared metrics: those of the unquantized model but :data:`REDUNDANT`."""
+        """Return the names of the compared metrics: those of the unquantized model, except :data:`REDUNDANT`."""
         return [name for name in self.bf16.measurements if name not in REDUNDANT]
 
     def problems(self) -> list[str]:
@@ -157,8 +157,8 @@ class Comparison:
 
 
 def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | None:
-    """Compute (PTQ - QAT) / (PTQ - bf16); None if PTQ's loss is noise: at most the standard error of ``bf16``, or, if
-    this is unknown, at most the share :data:`NOISE` of its value."""
+    """Compute (PTQ - QAT) / (PTQ - bf16). Return None if PTQ's loss is noise: at most the standard error of ``bf16``,
+    or, if that is unknown, at most :data:`NOISE` times the value of ``bf16``."""
     lost = bf16.value - ptq.value if bf16.higher_is_better else ptq.value - bf16.value
     noise = bf16.stderr if bf16.stderr is not None else NOISE * abs(bf16.value)
     return None if lost <= noise else (ptq.value - qat.value) / (ptq.value - bf16.value)

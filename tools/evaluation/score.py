@@ -63,7 +63,7 @@ def rolling_windows(token_ids: list[int], prefix: int, length: int) -> list[Wind
 
 @dataclass
 class ScoringModel:
-    """Model for scoring only."""
+    """Frozen model that scores windows: its body without lm_head, and lm_head."""
 
     body: nn.Module  # the model (an engine under stage 3), which returns the input of ``head`` as its logits
     head: nn.Module  # lm_head, which is no part of ``body``; under stage 3 it is gathered only to compute logits
@@ -84,8 +84,8 @@ class ScoringModel:
         return hidden[(batch.labels != IGNORE).to(self.device)]
 
     def logits(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits [n, V] (fp32) of hidden states ``rows`` [N, H], some rows at a time, each with the slice of
-        its rows; a collective under stage 3."""
+        """Compute the logits of hidden states ``rows`` [N, H] in blocks of rows; yield the slice of the rows and the
+        logits [n, V] (fp32) of each block; a collective under stage 3."""
         return _logits(self.head, self.head_proxy, rows)
 
 
@@ -105,8 +105,8 @@ class Reference:
     hidden_states: Sequence[Tensor]
 
     def logits(self, batch: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits [n, V] (fp32) of this rank's batch number ``batch``, some rows (targets) at a time, each
-        with the slice of its rows; a collective under stage 3."""
+        """Compute the logits of this rank's batch number ``batch`` in blocks of rows (targets); yield the slice of the
+        rows and the logits [n, V] (fp32) of each block; a collective under stage 3."""
         return _logits(self.head, self.head_proxy, self.hidden_states[batch].to(device))
 
 
@@ -141,10 +141,10 @@ def _check_tokens(model: ScoringModel, windows: Sequence[Window]) -> None:
 def scoring_model(
     model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
 ) -> ScoringModel:
-    """Freeze ``model`` in place, and return it in a form that scores windows: the model without lm_head, which returns
-    hidden states, and lm_head, with which scores are computed from them; a collective. Give ``ds_config`` if the model
-    was built with it, sharded (stage 3). Raises RankError if there is no lm_head, or the model changes its output by
-    more than a factor and a soft cap."""
+    """Freeze ``model`` in place, and split it to score windows: into a body that returns hidden states, and lm_head,
+    which computes logits from them; a collective. ``ds_config`` is the DeepSpeed configuration with which the model was
+    built; it is required if the model is sharded (stage 3). Raises RankError if there is no lm_head, or the model
+    changes the output of lm_head by more than a factor and a soft cap."""
     text = model.config.get_text_config()
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     context = next((int(length) for length in lengths if length is not None), None)
@@ -228,7 +228,7 @@ def _check_reference(reference: Reference, model: ScoringModel, windows: Sequenc
 
 class WindowBatch(NamedTuple):
     """Windows of one forward: their indices, and the tensors of the batch, [B, T] int64. A rank that has no windows
-    left repeats some, so that it takes part in the collectives: without indices, and with no labels to score."""
+    left repeats the first batch to take part in the collectives, without indices and with IGNORE as every label."""
 
     indices: list[int]
     inputs: Tensor
@@ -239,9 +239,9 @@ class WindowBatch(NamedTuple):
 def _batches(windows: Sequence[Window], batch_size: int, label: str) -> Iterator[WindowBatch]:
     """Yield this rank's batches, with a progress bar.
 
-    Every rank gets the same number, as a ZeRO-3 forward is a collective: a rank without further windows repeats some
-    without labels. Windows of similar length are together, the longest first, so that running out of memory shows at
-    once.
+    Every rank gets the same number of batches, as a ZeRO-3 forward is a collective: a rank without further windows
+    repeats the first batch without labels. Windows of similar length share a batch. The longest come first, so that
+    running out of memory shows at once.
     """
     order = sorted(range(len(windows)), key=lambda index: -len(windows[index].inputs))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]

@@ -1,9 +1,9 @@
 """Run tasks of lm-evaluation-harness on this project's forward, with serving numerics.
 
-The harness builds the requests of a task and computes its metrics; :class:`ServedModel` adapts a model to it. Its own
-Hugging Face class would load compressed checkpoints with transformers (which does not quantize the inputs of experts)
-and compute the logits of whole batches in fp32. Requests are tokenized and cut as in the harness' class, so that
-results agree.
+The harness builds the requests of a task and computes its metrics; :class:`ServedModel` is the interface through which
+it calls a model. The harness' own class for Hugging Face models would load compressed checkpoints with transformers
+(which does not quantize the inputs of experts) and compute the logits of whole batches in fp32. Requests are tokenized
+and cut as in that class, so that results agree.
 
 The harness sees every rank as rank 0 of 1, so each rank builds all requests.
 :func:`tools.evaluation.score.score_windows` distributes the work, with or without ZeRO-3, and returns all results on
@@ -60,11 +60,11 @@ class Tasks:
         batch_size: int,
         dtype: str,
     ) -> dict[str, Measurement]:
-        """Measure each metric of each task, by ``task metric``; for a group with a mean, only the mean. A collective.
+        """Measure each task's metrics, by ``task metric``; for a group with a mean, only the mean. A collective.
 
-        ``length`` is the number of tokens per window, the model's context if None; ``dtype`` a name for the conditions
-        of the measurements. Raises RankError if ``length`` is None and the model's context is unknown, an answer is
-        longer than a window, a prediction is not finite, or requests differ between ranks.
+        ``length`` is the number of tokens per window, or None for the model's context. ``dtype`` is a name that becomes
+        part of the conditions of the measurements. Raises RankError if ``length`` is None and the model's context is
+        unknown, an answer is longer than a window, a prediction is not finite, or requests differ between ranks.
         """
         length = length or model.context
         if length is None:
@@ -100,7 +100,7 @@ class Tasks:
 
 
 def _metrics(name: str, found: Any, conditions: str) -> dict[str, Measurement]:
-    """Collect the metrics of one task or group, by name; the name has the harness' filter unless that is "none"."""
+    """Collect metrics of one task or group by name. Names include the harness' filter unless that is "none"."""
     values, directions = found["results"][name], found["higher_is_better"].get(name, {})
     metrics: dict[str, Measurement] = {}
     for key, value in values.items():
@@ -153,7 +153,8 @@ def load_tasks(
 
 
 def _manager(names: Sequence[str], task_dir: Path | None) -> TaskManager:
-    """Create a manager of the tasks in ``task_dir``, or of the harness' own tasks (scanning them takes ten seconds)."""
+    """Create a manager of the tasks in ``task_dir``, or of the harness' own tasks (scanning them takes ten seconds).
+    Raises ValueError if a task is unknown."""
     if task_dir is None:
         manager, known = TaskManager(), "a task of lm-evaluation-harness; with --task_dir those of a folder are taken"
     elif task_dir.is_dir():
@@ -187,7 +188,8 @@ def _load(manager: TaskManager, name: str, task_dir: Path | None) -> Any:
 
 
 def _prepare(name: str, task: Task, limit: int | None, num_fewshot: int | None) -> None:
-    """Set the number of examples, and build the requests once, so that errors show before a model is loaded."""
+    """Set the number of examples, and build the requests once, so that errors show before a model is loaded. Raises
+    ValueError if the task or the number is not supported, or the requests cannot be built."""
     if task.OUTPUT_TYPE not in OUTPUT_TYPES:
         raise ValueError(
             f"task {name} has output_type {task.OUTPUT_TYPE}, expected one of {', '.join(OUTPUT_TYPES)}: tasks in "
@@ -235,8 +237,8 @@ class ServedModel(TemplateLM):
         return bos if bos is not None else self.tokenizer.eos_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Tokenize ``string``, with the tokenizer's special tokens if ``add_special_tokens``; if that is None, with
-        them unless ``string`` already begins with the token :attr:`prefix_token_id`."""
+        """Tokenize ``string``. The tokenizer's special tokens are added if ``add_special_tokens`` is True; if it is
+        None, they are added unless ``string`` already begins with the token :attr:`prefix_token_id`."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)

@@ -1,7 +1,7 @@
 """Build student and teacher of a recipe on the meta device, with all shapes but without memory.
 
-They are built by the same functions as in a run, so that parameters, shared scales and trained parameters are counted
-exactly. Their micro-batch also runs the code of a run (:mod:`tools.memory.trace`).
+Both are built by the same functions as in a run, so that parameters, shared scales and trained parameters are counted
+exactly. Their micro-batch also runs a run's code (:mod:`tools.memory.trace`).
 """
 
 import dataclasses
@@ -78,8 +78,8 @@ def meta_student(recipe: Recipe) -> MetaStudent:
 
 
 def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
-    """Build the teacher; None if the recipe has no teacher, or the teacher is the student itself or was written to a
-    cache. Raises RankError if the model cannot be built or quantized."""
+    """Build the teacher; return None if the recipe has none, or if the teacher is the student itself or a cache. Raises
+    RankError if the model cannot be built or quantized."""
     if recipe.teacher_kind() != "model":
         return None
     path = str(recipe.loss.teacher)
@@ -98,7 +98,7 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
 
 def _attention(recipe: Recipe, path: str) -> str:
     """Return the name of the attention implementation that the run will use for the model in ``path``. Raises RankError
-    on every rank."""
+    on every rank if the model's configuration cannot be read."""
     with errors_on_all_ranks(Exception):
         config = read_config(Path(path), recipe.model.trust_remote_code)
     return attention_for(config, recipe.model.attn_implementation)
@@ -148,7 +148,7 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
 
 
 def _on_host(recipe: Recipe, moved: list[int]) -> AbstractContextManager[Any]:
-    """Drop saved tensors that train.activation_offload moves to host memory; append the bytes of each to ``moved``."""
+    """Return a context that drops tensors that activation_offload moves to the host; add their bytes to ``moved``."""
     if not recipe.train.activation_offload:
         return nullcontext()
 
@@ -189,8 +189,8 @@ def _teacher_at_head(
 
 
 def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> list[Event]:
-    """Record the teacher's forward, which comes before the student's: of ``teacher``, or of the unquantized student if
-    that is the recipe's teacher. The list is empty without a teacher, or with a cached one."""
+    """Record the teacher's forward, which runs before the student's. The model is ``teacher``, or the unquantized
+    student if the recipe's teacher is the student itself. The list is empty without a teacher, or with a cached one."""
     recipe = student.recipe
     if recipe.teacher_kind() in ("none", "cache"):
         return []
@@ -266,7 +266,7 @@ class _Attention(torch.autograd.Function):
 
 
 class ScaledDotProductFlashAttention(_Attention):
-    """Attention on the meta device. Its autograd node has the name of that of torch's flash attention, because
+    """Attention on the meta device. Its autograd node has the same name as the node of torch's flash attention, because
     :mod:`quant.inputs` recognizes attention by this name."""
 
 

@@ -120,7 +120,7 @@ class Planner:
 
     def predict(self, strategy: str, ranks: int, *, gpu_bytes: int | None = None) -> Prediction:
         """Predict one strategy, a name in ds_configs/ or the path of a JSON file, with this number of ranks. With
-        ``gpu_bytes``, the memory of a GPU, also predict the largest micro-batch that fits beside ``RESERVE``. Raises
+        ``gpu_bytes``, the memory of a GPU, also predict the largest micro-batch that leaves ``RESERVE`` bytes. Raises
         DsConfigError if the configuration is wrong or contradicts the recipe, RecipeError if ``parallel.sequence`` does
         not divide ``ranks``."""
         recipe, inventory, model = replace(self.recipe, deepspeed=strategy), self.inventory, self.student.model
@@ -288,7 +288,7 @@ CACHE = {"loss.teacher_cache": "CACHE", "loss.kd": "kl_top_k", "loss.top_k": 100
 
 
 class Saving(NamedTuple):
-    """Change of a recipe that may save memory: options to set, and in words the price for it (``cost``)."""
+    """Change of a recipe that may save memory: the options to set, and its drawback in words (``cost``)."""
 
     settings: dict[str, Any]
     cost: str
@@ -363,8 +363,8 @@ class Advisor:
         return sorted(useful, key=lambda pair: (pair[1].peak > limit, pair[1].peak if pair[1].peak > limit else 0))
 
     def together(self, limit: int) -> tuple[list[Saving], Prediction] | None:
-        """Find changes with which the recipe fits into ``limit`` bytes, without changes that turn out not to be needed,
-        and the prediction with them; None if it does not fit with all changes that help."""
+        """Find several changes with which the recipe fits into ``limit`` bytes, and the prediction with them. Changes
+        that turn out to be unnecessary are left out. Return None if all changes that help are not enough."""
         chosen: list[Saving] = []
         best = self.predict(chosen)
         for change in possible(self.recipe):

@@ -5,16 +5,16 @@ Decoder layers are processed one after the other (:mod:`model.ptq_init`). For ea
 
 - the hidden states of all samples of the rank, and the position embeddings of each sample;
 - under stage 3 the gathered layer, or, while the samples are recorded, the gathered modules outside of the layers;
-- a Gram matrix in fp64, ``8 in^2`` bytes, for each tensor that Linears quantized together read, and for each expert of
-  a stack;
+- Gram matrices in fp64, ``8 in^2`` bytes each: one for each input tensor of the Linears that are quantized together,
+  and one for each expert of stacked experts;
 - weights, codes and scales of the rows whose codes were chosen;
 - for one Linear at a time either the temporary memory of ``quant.gptq.choose`` (five more matrices of the Gram matrix's
   size, and the rows in fp32), or the errors of its rows in fp64.
 
-Before codes are chosen, one group of samples runs through the layer, as many samples as a micro-batch has rows. Its
-forward is assumed to need the widest tensor of the layer three times and hidden states four times. With stacked experts
-it needs inputs and outputs for each expert of a token, with the token's hidden states :data:`COPIES` times. All these
-numbers were measured with torch's profiler (tests/unit/tools/memory/test_ptq_init.py).
+Before codes are chosen, groups of samples run through the layer, as many samples at a time as a micro-batch has rows.
+The forward of a group is assumed to need the widest tensor of the layer three times and hidden states four times. With
+stacked experts it may need more: inputs, outputs and :data:`COPIES` hidden states for each stack and each expert of a
+token. All these numbers were measured with torch's profiler (tests/unit/tools/memory/test_ptq_init.py).
 
 Tuning a layer (``blockwise``, :mod:`model.ptq_init.blockwise`) follows, and needs:
 
@@ -22,8 +22,8 @@ Tuning a layer (``blockwise``, :mod:`model.ptq_init.blockwise`) follows, and nee
 - for the rank's elements of the layer's weights, two copies, an fp32 master, Adam's moments, and in Adam's step two
   more fp32 tensors; for the whole layer, the fp32 sums of gradients, and the gradient of one weight as it is computed;
 - the tensors that autograd keeps from a group's forward. They are assumed to be all inputs and outputs of the Linears
-  in the model's dtype, times :data:`KEPT_OF_LINEARS`; with stacked experts, inputs and outputs once for each expert of
-  a token, with the token's hidden states :data:`KEPT_COPIES` times (also measured).
+  in the model's dtype, times :data:`KEPT_OF_LINEARS`. For stacked experts they are assumed to be inputs, outputs and
+  :data:`KEPT_COPIES` hidden states for each stack and each expert of a token (also measured).
 """
 
 import re
@@ -100,8 +100,8 @@ def _experts_of(config: PreTrainedConfig, count: int) -> int:
 
 
 def _features_of_stacks(layers: Mapping[str, QuantLayer], config: PreTrainedConfig, copies: float) -> float:
-    """Count the features per token of inputs and outputs of stacked experts, with ``copies`` of the hidden states for
-    each stack."""
+    """Count the elements per token that stacked experts need: inputs, outputs and ``copies`` hidden states, for each
+    stack and each expert of the token."""
     return sum(
         _experts_of(config, one.num_experts) * (one.in_features + one.out_features + copies * config.hidden_size)
         for one in layers.values()
@@ -110,8 +110,8 @@ def _features_of_stacks(layers: Mapping[str, QuantLayer], config: PreTrainedConf
 
 
 def _features_of_linears(layers: Mapping[str, QuantLayer], config: PreTrainedConfig) -> int:
-    """Count the features per token of inputs and outputs of layers that are not stacks; experts that are separate
-    modules get some of the tokens."""
+    """Count the elements per token in inputs and outputs of Linears outside of stacks. Of experts that are separate
+    modules, only as many count as a token is routed to."""
     alike: dict[str, list[QuantLayer]] = defaultdict(list)
     for name, one in layers.items():
         if not one.projections:
@@ -120,9 +120,9 @@ def _features_of_linears(layers: Mapping[str, QuantLayer], config: PreTrainedCon
 
 
 def _of_step(sets: list[list[QuantLayer]], share: int, running: int) -> int:
-    """Compute the peak bytes while codes of some sets of Linears are chosen: their Gram matrices, plus the larger of a
-    forward (``running``) and the rows with chosen codes with the temporary memory for one more Linear. A rank has a
-    fraction 1 / ``share`` of each Linear."""
+    """Compute the peak bytes while the codes of ``sets`` of Linears are chosen: the Gram matrices, and the larger of
+    two. One is a forward (``running``), with inputs added to a Gram matrix. The other is all rows with chosen codes,
+    and the temporary memory for one Linear. A rank has a fraction 1 / ``share`` of each Linear."""
     grams = kept = worst = 0
     for layers in sets:
         experts = layers[0].num_experts if layers[0].projections else 1

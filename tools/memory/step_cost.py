@@ -1,12 +1,12 @@
 """Predict the cost of one optimizer step under a ZeRO stage: bytes at its worst moments, and bytes of its collectives.
 
 The events of a micro-batch (:mod:`tools.memory.trace`) have the bytes of the model itself at each moment. A stage adds
-gradients as they are computed, buckets and copies for their reduction, as in DeepSpeed 0.19. Stage 3 adds the
-parameters that are gathered at the peak, by the limits that DeepSpeed documents. Their number is the larger of
+gradients as they are computed, and buckets and copies for their reduction, as in DeepSpeed 0.19. Stage 3 adds the
+gathered parameters at the peak, by the limits that DeepSpeed documents. The number of their elements is the larger of
 
-- the parameters that stay gathered for the next use, and the prefetch. The former are ``stage3_max_live_parameters``
-  elements if anything is prefetched, otherwise parameters that are read again within ``stage3_max_reuse_distance`` and
-  the parameters of the largest module;
+- the parameters that stay gathered for the next use, and the prefetch. The parameters that stay are those read again
+  within ``stage3_max_reuse_distance`` and those of the largest module, or ``stage3_max_live_parameters`` elements if
+  that is more and anything is prefetched;
 - the parameters of the largest module, the prefetch, and a buffer into which a list of parameters is gathered and from
   which it is copied.
 
@@ -68,7 +68,7 @@ class StepCost:
 
     def most(self, own: np.ndarray) -> int:
         """Compute the peak bytes of the whole step, if the model's tensors take ``own`` bytes: two numbers for each
-        event, as :func:`tools.memory.trace.own_bytes` returns them, perhaps for other rows than this cost."""
+        event, as :func:`tools.memory.trace.own_bytes` returns them, for this or another number of rows."""
         return max(self.step.total, int((sum(self.added.values()) + own).max()))
 
 
@@ -135,9 +135,10 @@ def cost_of_step(
     gathered: Gathers,
     fused_optimizer: bool,
 ) -> StepCost:
-    """Add the stage's memory to ``events``, those of the student's micro-batch. Host memory for copies in the
-    optimizer's step is added to ``held``. ``inventory``, ``calls`` and ``gathered`` are the student's;
-    ``fused_optimizer``: the optimizer makes no copies of the tensors that it updates (torch's fused AdamW, on CUDA)."""
+    """Compute the cost of a step: bytes that the stage adds at each of ``events`` (the micro-batch's), the peak of the
+    optimizer's step, and collectives. Host memory for copies in that step is added to ``held``. ``inventory``,
+    ``calls`` and ``gathered`` are the student's; with ``fused_optimizer`` the optimizer makes no copies of the tensors
+    that it updates (torch's fused AdamW, on CUDA)."""
     constant = sum(size for item, size in held.device.items() if item not in ("gradients", "buckets"))
     stage = _reduction(settings, held, inventory)
     numels = {parameter.name: parameter.numel for parameter in inventory.trained}
@@ -222,9 +223,9 @@ def _packed(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def _late(settings: Settings, calls: Calls, name: str, numels: Mapping[str, int]) -> int:
-    """Compute the bytes of gradients that exist outside of the reduction bucket: gradients of a leaf until its backward
-    is done, a gradient larger than the bucket until it is reduced, and, if the bucket makes no copies, all its
-    gradients."""
+    """Compute the bytes of gradients outside of the reduction bucket once the gradient ``name`` is computed: gradients
+    of a leaf until the leaf's backward is done, a gradient larger than the bucket until it is reduced, and, without
+    ``contiguous_gradients``, all gradients of a bucket, as the bucket then has no copies."""
     if settings.stage < 2:
         return 0
     if name in calls.leaves:
@@ -239,7 +240,8 @@ def _copies_in_step(settings: Settings, held: Held, inventory: Inventory, fused:
     """Compute the bytes of copies at the worst moment of the optimizer's step.
 
     Unless it is fused, torch's AdamW allocates the root of the second moment and the quotient. 8-bit moments are
-    decoded for some elements at a time. The norm is computed of one gradient at a time, in fp64.
+    decoded in chunks. The norm needs one gradient at a time in fp64. An offloaded optimizer's copies are in
+    ``held.host``.
     """
     adam = 0 if fused else 2 * FP32
 

@@ -163,7 +163,7 @@ def representatives(model: PreTrainedModel) -> Iterator[list[list[str]]]:
 
 
 def _signature(layer: nn.Module) -> tuple:
-    """Return a value that is equal for layers that need equally much memory in a step: only one of them is traced."""
+    """Return a value that is equal for layers that need equally much memory in a step."""
     tensors = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in layer.named_parameters()]
     switches = [
         (name, type(module), getattr(module, "weight_fake_quant", None), getattr(module, "input_fake_quant", None))

@@ -13,8 +13,8 @@ of ranks from stage 1 on, gradients from stage 2 on and weights on stage 3. Deep
   masters, also of fp32 parameters; one flat fp32 buffer for the gradients, and a second one if the optimizer is
   offloaded;
 - an optimizer on NVMe (runtime/swap_tensor): page-locked buffers of the largest sub-group's size in host memory,
-  through which each sub-group passes in the step; sub-groups of less than 1 MB stay in host memory, and gradients whose
-  share has less, or an odd size, stay on the device until the step;
+  through which each sub-group passes in the step. Sub-groups of less than 1 MB stay in host memory. In the others,
+  gradients whose share is less than 1 MB, or no multiple of 256 elements, stay on the device until the step;
 - moments in 8 bits (:mod:`engine.session.adamw8bit`): two codes per element, and two fp32 scales per block;
 - buckets of ``reduce_bucket_size`` elements, into which gradients are copied: always on stage 3, and only during
   backward on stages 1 and 2 (twice with ``overlap_comm``); bf16's stage 1 and stage 0 have no buckets.
@@ -329,7 +329,7 @@ def held_by(settings: Settings, inventory: Inventory) -> Held:
 
 
 def _add_swapped(held: Held, settings: Settings, inventory: Inventory) -> None:
-    """Add the memory that sub-groups on NVMe need."""
+    """Add the memory for sub-groups on NVMe: swap buffers on the host, and gradients on the device until the step."""
     offload = settings.zero.offload_optimizer
     assert offload is not None
     sizes = [size for _, size in inventory.updated(settings)]

@@ -11,9 +11,9 @@ are two comparisons:
    machine usually bit for bit. Any error of a checkpoint (a code, a scale, a key, an ignored layer) shows here.
 2. *our forward*: our forward unchanged. The size of the differences is measured and bounded.
 
-*inputs as given* is our forward without quantized inputs, keys and values, to show their cost. Experts' inputs are not
-quantized in transformers, and the other comparisons leave them unquantized, too; *full forward* is our complete forward
-(the same as vLLM computes), without a bound.
+*inputs as given* is our forward without quantized inputs, keys and values, to show the cost of quantizing them.
+transformers does not quantize the inputs of fused experts, so these three comparisons do not either. *full forward* is
+our complete forward, which vLLM also computes. The last two have no bound.
 
 The known differences, with transformers 5.23 and compressed-tensors 0.20:
 
@@ -45,9 +45,9 @@ The known differences, with transformers 5.23 and compressed-tensors 0.20:
   the files, and with inputs quantized by compressed-tensors.
 
 The files are also checked for readers other than transformers (:func:`problems_of_files`). The rules follow from the
-loading code of vLLM and SGLang. It creates parameters of fixed dtypes and shapes and copies the file's tensors into
-them, fuses q, k and v, or gate and up, into one layer with one scale per tensor (the largest of several), and treats
-MoE routers as Linears.
+loading code of vLLM and SGLang. Their code creates parameters of fixed dtypes and shapes and copies the file's tensors
+into them, fuses q, k and v, or gate and up, into one layer with one scale per tensor (the largest of several), and
+treats MoE routers as Linears.
 """
 
 import io
@@ -184,9 +184,9 @@ def compare_with_transformers(directory: Path, batches: Sequence[Tensor], *, tru
 def load_theirs(
     directory: Path, model: PreTrainedModel, quantization: Quantization, *, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load the checkpoint with transformers; return its model in fp32, and a sentence for each problem that it reports.
-    ``model`` and ``quantization`` are the result of ``load_compressed(directory)``. Raises RankError if transformers
-    raises an error."""
+    """Load the checkpoint with transformers; return the loaded model in fp32, and a sentence for each problem that
+    transformers reports. ``model`` and ``quantization`` are the result of ``load_compressed(directory)``. Raises
+    RankError if transformers raises an error."""
     # The eager experts multiply expert by expert, as this project does; the default sums in another order.
     moe = any(is_expert(name) for name, _ in model.named_parameters())
     options: dict[str, Any] = {"experts_implementation": "eager"} if moe else {}
@@ -297,7 +297,7 @@ def inputs_of_experts_left(model: PreTrainedModel, quantization: Quantization) -
 
 @contextmanager
 def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Replace this project's arithmetic by transformers' arithmetic inside the block."""
+    """Compute with transformers' arithmetic inside the block; inputs of fused experts are not quantized."""
     decoded, is_fused = not_loaded(model, quantization) is None, fused_there(model)
     model_dtype = dtype_on_disk(directory, model)
     with ExitStack() as stack:
@@ -361,9 +361,9 @@ def _args(spec: TensorSpec) -> QuantizationArgs:
 def problems_of_files(directory: Path, model: PreTrainedModel, quantization: Quantization) -> list[str]:
     """Check the files of a checkpoint; return one sentence for each problem.
 
-    It checks dtypes and shapes of all codes and scales, that layers which serving fuses have equal scales, that this
-    project's forward computes the codes in the files, and that MoE routers are ignored. ``model`` and ``quantization``
-    are the result of ``load_compressed(directory)``, in fp32.
+    The checks: codes and scales have the format's dtypes and shapes; layers that serving fuses have equal scales; this
+    project's forward computes the codes and rotations in the files; keys and values have scales; MoE routers are
+    ignored. ``model`` and ``quantization`` are the result of ``load_compressed(directory)``, in fp32.
     """
     checkpoint = read_headers(directory)
     model_dtype = dtype_on_disk(directory, model)

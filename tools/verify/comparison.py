@@ -27,7 +27,7 @@ from tools.compressed import load_compressed
 @dataclass
 class LogitComparison:
     """Differences between the logits of this project ("ours") and of another reader ("theirs"), accumulated over
-    batches. The reference of the KL divergence is theirs."""
+    batches. The KL divergence is KL(theirs || ours)."""
 
     max_abs: float = 0.0
     abs_sum: float = 0.0
@@ -128,8 +128,8 @@ class Report:
         self.require(name, self.logits[name].kl, bound, "KL divergence, in nats per token,")
 
     def explain(self, name: str, bound: float, why: str) -> None:
-        """Add a remark if the most likely tokens differ in the comparison ``name``: the text ``why`` with the reason,
-        and if the KL divergence is within ``bound``."""
+        """Add a remark if the most likely tokens differ in the comparison ``name``. It gives the reason ``why``, and
+        says if the KL divergence is within ``bound``."""
         found = self.logits[name]
         if found.agree < found.tokens:
             verdict = "no error" if found.kl <= bound else "too much"
@@ -262,7 +262,7 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def on_input(change: Callable[[Tensor], Tensor], _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Apply ``change`` to a module's input: with it a forward pre-hook."""
+    """Apply ``change`` to a module's input; as ``partial(on_input, change)`` this is a forward pre-hook."""
     return (change(arguments[0]), *arguments[1:])
 
 

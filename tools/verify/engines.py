@@ -7,15 +7,15 @@ are compared twice: with our unchanged forward, which shows the cost of that rou
 rounded in the same way. In the second comparison only the order of sums in matrix products may make a difference.
 
 Exports for MLX: weights are dequantized by ``mlx.core`` in fp32. mlx-lm loads the directory and computes logits, in
-fp32 and in the dtype of the checkpoint. In fp32 they must equal ours up to the order of sums (of Qwen3.5, with the
-factors of norms rounded as mlx-lm does). In the dtype of the checkpoint MLX rounds products of scales and codes, and
-activations; the report shows the cost of this rounding.
+fp32 and in the dtype of the checkpoint. In fp32 they must equal ours up to the order of sums (for Qwen3.5, the factors
+of our norms are first rounded like mlx-lm's). In the dtype of the checkpoint MLX rounds products of scales and codes,
+and activations; the report shows the cost of this rounding.
 
 Exports for ExecuTorch: transformers loads the directory with torchao, which dequantizes its weights in fp32. Then the
 model is exported with torch.export, lowered to XNNPACK and run by ExecuTorch's runtime on the CPU. Weights keep their
-codes in these steps, but inputs are quantized by XNNPACK's own kernels: a value within a rounding error of a boundary
-between two codes may get the other code, and through many layers this makes most of the later codes others. So logits
-are compared within the size of such differences, and single layers, with the same inputs, to the rounding of fp32.
+codes in these steps, but inputs are quantized by XNNPACK's own kernels. A value within a rounding error of a boundary
+between two codes may get the other code, and after many layers most codes differ. So logits are compared within the
+size of such differences, and single layers, with the same inputs, to the rounding of fp32.
 """
 
 from collections import Counter
@@ -175,8 +175,8 @@ def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype, exact: Collection[str] = ()) -> Iterator[None]:
-    """Round the inputs of linear layers and stacks of experts, and the results of GELU, as llama.cpp does, inside the
-    block. Inputs of unquantized layers are rounded to ``dtype``. Inputs of layers that ``exact`` names are left."""
+    """Round inputs of linear layers and stacked experts, and results of GELU, like llama.cpp inside the block. Inputs
+    of quantized layers are rounded to 8 bits, others to ``dtype``; inputs of layers that ``exact`` names stay exact."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if isinstance(module, GELUTanh):
@@ -189,15 +189,16 @@ def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype, exact: Collection
 
 
 def _tabulated_gelu(_: nn.Module, arguments: tuple, output: Tensor) -> Tensor:
-    """Return GELU as ggml's CPU kernels look it up, in a table of fp16 numbers by fp16 numbers between -10 and 10."""
+    """Compute GELU like ggml's CPU kernels. Inputs of 10 and more are returned unchanged. Others are looked up in a
+    table: inputs (at least -10) and results are rounded to fp16."""
     (x,) = arguments
     found = F.gelu(x.clamp(-10, 10).half().float(), approximate="tanh").half().float()
     return torch.where(x < 10, found, x)
 
 
 def in_blocks(x: Tensor) -> Tensor:
-    """Round ``x [..., features]`` in fp32 to ggml's Q8_0 and back: ``d = absmax / 127``, codes by ``1 / d``, the scale
-    stored in fp16."""
+    """Quantize ``x [..., features]`` to ggml's Q8_0 and back, in fp32. The scale of a block is ``d = absmax / 127``.
+    Codes are ``x * (1 / d)``, rounded; they are dequantized with d rounded to fp16."""
     groups = x.float().unflatten(-1, (-1, BLOCK))
     largest = groups.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest == 0, 0.0, 127.0 / largest)
@@ -213,7 +214,7 @@ class MLX(Engine):
     """Reader of exports for MLX."""
 
     def __init__(self, export: Path) -> None:
-        """Load ``export`` with mlx-lm. Raises ValueError if mlx-lm is missing, or does not load the export."""
+        """Load ``export`` with mlx-lm. Raises ValueError if mlx-lm is missing or fails, or finds a pipe or device."""
         try:
             import mlx.core as mx
             from mlx_lm.utils import load_model
@@ -322,8 +323,8 @@ class ExecuTorch(Engine):
         self._compare_layers(batches[0])
 
     def _compare_layers(self, ids: Tensor) -> None:
-        """Compare one Linear of each shape and scheme alone, with the inputs of our forward: only here other codes of
-        earlier layers make no difference."""
+        """Compute one Linear of each shape and scheme alone, with the inputs of our forward, and report wrong outputs.
+        So other codes in earlier layers make no difference."""
         seen: dict[str, tuple[Tensor, Tensor]] = {}
 
         def record(name: str, _: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
@@ -346,8 +347,8 @@ class ExecuTorch(Engine):
 
 
 def loaded(export: Path) -> PreTrainedModel:
-    """Load a model with transformers and torchao, computing in fp32 as XNNPACK does. Raises ValueError if ExecuTorch is
-    missing, or transformers does not load ``export`` with torchao."""
+    """Load ``export`` with transformers and torchao, in fp32, in which XNNPACK computes. Raises ValueError if
+    ExecuTorch is missing, or transformers does not load ``export`` with torchao."""
     try:
         import executorch  # noqa: F401
         import torchao  # noqa: F401
@@ -377,7 +378,7 @@ class _Logits(nn.Module):
 
 
 def computed(module: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Compute a module's output for each of its inputs, all of one shape, in ExecuTorch's runtime."""
+    """Lower a module to XNNPACK, and compute its output for each batch (all of one shape) in ExecuTorch's runtime."""
     import executorch.kernels.quantized  # noqa: F401  registers the lookups in tables of codes
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower

@@ -3,7 +3,7 @@
 vLLM's CPU backend differs from this project by definition in these points (0.32, without AMX). :func:`as_vllm` makes
 this project's forward compute the same:
 
-- The inputs of integer weights of fewer than 8 bits, and of MX weights, are left as they are.
+- Inputs of layers with integer weights of fewer than 8 bits, or with MX weights, are not quantized.
 - The scale of a token in int8 is absmax / 127, not absmax / 127.5.
 - The KV cache in fp8 rounds towards zero, not to the nearest code.
 
@@ -125,8 +125,7 @@ def divergence(theirs: Tensor, ours: Tensor) -> float:
 
 @contextmanager
 def as_vllm(quantization: Quantization, *, truncate: bool) -> Iterator[None]:
-    """Make our forward compute with the definitions of vLLM's CPU backend inside the block; those of the KV cache only
-    if ``truncate``."""
+    """Make our forward compute like vLLM's CPU backend inside the block; with ``truncate`` also the KV cache."""
     changes: list[tuple[Any, Callable[[Tensor], Tensor]]] = []
     for layer in quantization.layers.values():
         if layer.scheme.activations is not None and (change := _their_input(layer.scheme)) is not None:
