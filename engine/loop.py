@@ -74,8 +74,8 @@ class Loop:
         return _registers(partial(self.schedule.when, condition))
 
     def token_loss(self, name: str, *, weight: float) -> Callable[[TokenLoss], TokenLoss]:
-        """Decorator: add a loss per token, a function of a LossChunk (engine/losses/objective.py), with a weight; it is
-        logged as ``loss/<name>``. Raises ValueError if another loss or diagnostic has this name."""
+        """Decorator: add a loss per token with a weight. The function takes a LossChunk (engine/losses/objective.py);
+        the loss is logged as ``loss/<name>``. Raises ValueError if another loss or diagnostic has this name."""
         taken = ("total", "lm", "kd", ROUTER_AUX, *DIAGNOSTICS, *(loss.name for loss in self.token_losses))
         if name in taken:
             raise ValueError(f"loss {name!r}: expected another name than {', '.join(taken)}")
@@ -107,7 +107,8 @@ class Loop:
         return state
 
     def _train(self, state: LoopState, report: RunReport) -> None:
-        """Run steps until the last one or a stop."""
+        """Evaluate the starting point if there is held-out data, then run steps until the last one or a stop. If the
+        next step has no samples, save a checkpoint unless one was saved at this step, then raise NoSamplesError."""
         if state.held_out is not None:
             evaluate_start(state, self.schedule)
         while state.step < self.recipe.train.steps and not state.stopped:
@@ -146,8 +147,8 @@ def _finish(state: LoopState) -> RankError | None:
     """Evaluate, save a checkpoint and export after the last step; after a signal only save the checkpoint.
 
     Returns:
-        The error to raise after the final report, if any: every step was skipped, or the export was written but the
-        checkpoint could not be.
+        The error to raise after the final report, if any: every step was skipped, or the export was written but
+        saving the checkpoint failed.
     """
     recipe, unsaved = state.recipe, None
     asked_to_stop = state.last is not None and state.last.stop_requested
@@ -174,7 +175,7 @@ def _finish(state: LoopState) -> RankError | None:
 
 
 def _export(state: LoopState) -> None:
-    """Export. If that fails in a run that saves no checkpoints, save one before the error is raised."""
+    """Export the trained model. If this fails in a run without checkpoints, save one, then raise the error."""
     try:
         batches = state.loader.first(max(1, state.recipe.quant.calibration_batches))
         export_trained(state.session, state.quant, batches)

@@ -85,7 +85,7 @@ class Schedule:
 
     def check(self, total: int) -> None:
         """Raise ValueError for an event at a step that a run of ``total`` steps never reaches. If ``total`` is 0, the
-        number is not known yet, and nothing is checked."""
+        number of steps is not known yet, and nothing is checked."""
         late = [step for step, _ in self.before if step >= total > 0]
         if late:
             raise ValueError(
@@ -118,9 +118,9 @@ class Schedule:
                 action(state)
 
     def run_evaluated(self, state: LoopState) -> None:
-        """Run the recipe's events whose condition on a result of the evaluation (``eval/...``) holds now, for an
-        evaluation that comes after the other events of its step. Conditions of a script may use the last step, which a
-        resumed run does not have yet; they are checked after the next one."""
+        """Run the recipe's events whose condition on a result of the evaluation (``eval/...``) holds now. This is for
+        an evaluation that comes after the other events of its step. Conditions of a script are checked only after the
+        next step: they may read ``state.last``, which a resumed run does not have yet."""
         of_evaluations = [index for index, (one, _) in enumerate(self.conditional) if _reads_evaluation(one)]
         self._run_conditional(state, of_evaluations)
 
@@ -133,8 +133,8 @@ class Schedule:
 
 
 def _name(action: object) -> str:
-    """Return a name that is the same on every rank and in a resumed run: an event of the recipe has its content, and a
-    lambda a digest of its code."""
+    """Return a name that is the same on every rank and in a resumed run: the name of a recipe's event is its
+    content, and the name of a lambda includes a digest of its code."""
     if isinstance(action, partial):
         return repr(action.args) if action.func in (apply_event, holds) else _name(action.func)
     name = str(getattr(action, "__qualname__", type(action).__qualname__))
@@ -144,7 +144,7 @@ def _name(action: object) -> str:
 
 
 def _code(code: CodeType) -> list[object]:
-    """Return what a function's code does, without lines and files, as plain JSON."""
+    """Return a function's bytecode, constants and names as plain JSON, without line numbers and file names."""
     constants: list[object] = [
         _code(one) if isinstance(one, CodeType) else sorted(map(repr, one)) if isinstance(one, frozenset) else repr(one)
         for one in code.co_consts
@@ -153,7 +153,7 @@ def _code(code: CodeType) -> list[object]:
 
 
 def _reads_evaluation(condition: StateCondition) -> bool:
-    """Tell if a condition is the recipe's, on a result of the evaluation."""
+    """Tell if a condition comes from the recipe and reads a result of the evaluation."""
     return isinstance(condition, partial) and condition.func is holds and condition.args[0].startswith("eval/")
 
 
@@ -234,9 +234,9 @@ def _held_out_means(state: LoopState, held_out: HeldOut, objective: Objective) -
 
 
 def evaluate_start(state: LoopState, schedule: Schedule) -> None:
-    """Evaluate the starting point; a collective. A new run evaluates the PTQ model, but nothing if it never quantizes.
-    A resumed run evaluates if ``eval.every`` divides its first step, as a signal may have prevented this evaluation,
-    and marks the checkpoint if it is the best. If it was prevented, events that wait for its results run now."""
+    """Evaluate the starting point; a collective. A new run evaluates the PTQ model, unless the run never quantizes.
+    A resumed run evaluates if ``eval.every`` divides its first step, then marks the checkpoint if it is the best. If
+    this step was not evaluated before the resume, as after a signal, the events that read the results run now."""
     if state.saved_step is None:
         if not state.recipe.never_quantizes():
             evaluate_held_out(state)
@@ -275,7 +275,7 @@ def save(state: LoopState) -> None:
 
 
 def _measured(state: LoopState) -> BestMetric | None:
-    """Return the metric that selects the best checkpoint; None if this step was not evaluated. Values are comparable
+    """Return the metric that selects the best checkpoint; None if this step has no value of it. Values are comparable
     only for the same held-out samples, the same distillation and, for the total, the same weights of the losses."""
     best, loss, objective = state.recipe.eval.best, state.recipe.loss, state.objective()
     metric = f"eval/kd/{loss.kd}" if best == "kd" else f"eval/{best}"
@@ -288,7 +288,7 @@ def _measured(state: LoopState) -> BestMetric | None:
 
 
 def _try_to_save(state: LoopState) -> None:
-    """Save a checkpoint during training; if that fails (disk full), the run goes on with its earlier checkpoints."""
+    """Save a checkpoint, unless this is the last step. If saving fails (disk full), warn and go on with training."""
     train = state.recipe.train
     if state.step == train.steps:
         return  # the end of the run saves the last one

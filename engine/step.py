@@ -84,7 +84,7 @@ def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
 
 def _set_learning_rates(state: LoopState) -> None:
     """Set the schedule's learning rate of this step in every parameter group. Scales have rate 0 while their fake quant
-    is off or they are frozen. They warm up when their fake quant starts."""
+    is off or while they are frozen. The rate of scales warms up when their fake quant starts."""
     optim, total = state.recipe.optim, state.recipe.train.steps
     warmup = optim.warmup(total)
     factor = lr_factor(
@@ -141,7 +141,7 @@ def nan_unless_finite(loss: Tensor) -> Tensor:
 
 def _update(state: LoopState, *, measures: bool) -> tuple[float | None, bool, float | None]:
     """Step the optimizer; a collective. Return the norm of the scales' gradients (None without ``measures``), True if
-    the step was skipped, and the loss scale of the step."""
+    the step was skipped, and the loss scale of the step (None without loss scaling)."""
     session, engine = state.session, state.session.engine
     loss_scale = session.loss_scale.value if session.loss_scale is not None else None
     skipped_before = engine.skipped_steps
@@ -156,7 +156,7 @@ def _update(state: LoopState, *, measures: bool) -> tuple[float | None, bool, fl
 
 
 def _reduce(state: LoopState, sums: Tensor, valid: int) -> tuple[list[float], bool, float | None]:
-    """Reduce the loss means, the stop flag and the gradient norm over ranks, with one host wait."""
+    """Return the loss means, stop flag and gradient norm (or None) over all ranks, with one host wait; a collective."""
     wish = sums.new_full((1,), float(state.stop_requests.requested))
     reduced = reduce_over_ranks(torch.cat([sums / valid, wish])).double()
     norm = global_gradient_norm(state.session.engine, sums.device)
