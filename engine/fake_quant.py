@@ -164,10 +164,9 @@ class FakeQuant:
     A scale group (layers that share a scale) is *active* while at least one of its members is fake-quantized, else
     inactive. The theta of an inactive group does not change: its gradient is 0, and its Adam moments are set to 0 when
     the group becomes inactive. After a step that trains the weights an inactive group is *outdated*: its scale fits an
-    earlier model.
-    Switching fake quant on measures the scales of outdated groups again (weight scales from the current weights, input
-    scales from the observers), and restarts their thetas at 0 with fresh moments. If the
-    thetas of all groups of a kind (weight or input) restart, their learning rate warms up again.
+    earlier model. Switching fake quant on measures the scales of outdated groups again (weight scales from the current
+    weights, input scales from the observers), and restarts their thetas at 0 with fresh moments. If the thetas of all
+    groups of a kind (weight or input) restart, their learning rate warms up again.
     """
 
     def __init__(self, session: Session) -> None:

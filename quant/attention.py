@@ -43,8 +43,8 @@ _EAGER = "eager_attention_forward"
 def attention_modules(model: nn.Module, needed: str) -> dict[str, Any]:
     """Find the modules that call attention through transformers' ``AttentionInterface``; by module name.
 
-    Raises ValueError if no such module exists, or if a module with "attention" in its class name
-    is not such a module and contains none.
+    Raises ValueError if no such module exists, or if a module with "attention" in its class name is not such a module
+    and contains none.
     ``needed`` is the end of the error's text: what is not possible with such a model, and the remedy.
     """
     modules = dict(model.named_modules())

@@ -74,6 +74,12 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     return _find(directory)[0]
 
 
+def description_file(directory: Path) -> Path:
+    """Return the file that has the ``quantization_config`` of a checkpoint: config.json, or a quantizer's own. Raises
+    ValueError as :func:`find_quantization_config`."""
+    return _find(directory)[1]
+
+
 def _find(directory: Path) -> tuple[dict[str, Any] | None, Path]:
     """Read the ``quantization_config`` as :func:`find_quantization_config`, and return the file that has it too."""
     file, own = directory / "config.json", directory / MODELOPT_FILE
@@ -146,7 +152,7 @@ def read_quantization_config(directory: Path) -> dict[str, Any]:
 def described_in(directory: Path) -> str:
     """Return the place of a checkpoint's ``quantization_config``, for error texts: config.json or a quantizer's file.
     Raises ValueError as :func:`find_quantization_config`."""
-    file = _find(directory)[1]
+    file = description_file(directory)
     return f"{file}: quantization_config" if file.name == "config.json" else str(file)
 
 

@@ -42,8 +42,8 @@ def renew_weight_scales(quantization: Quantization, owners: set[str] | None = No
 def follow_weights(quantization: Quantization) -> None:
     """Set every weight's s0 to the absmax scale of the current weight, ignoring theta, and the zero points and global
     scales to those of the current weights; a collective. With a learned theta, ``exp(theta)`` is then the fraction of
-    the range that is kept: learnable weight clipping (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid
-    instead)."""
+    the range that is kept: learnable weight clipping (OmniQuant, Shao et al. 2024, section 3.2, which has a
+    sigmoid in place of ``exp``)."""
     for bucket in scale_buckets(quantization.weight_groups):
         stats = _bucket_stats(quantization, bucket)
         written = [p for group in bucket for p in (group.s0, group.zero) if p is not None]

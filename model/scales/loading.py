@@ -29,7 +29,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.checkpoint.safetensors import CheckpointError, Reader, read_header
-from model.quantized.quantization_config import MODELOPT_FILE, find_quantization_config, kv_cache_of, rules_of
+from model.quantized.quantization_config import (
+    MODELOPT_FILE,
+    description_file,
+    find_quantization_config,
+    kv_cache_of,
+    rules_of,
+)
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, raise_problems, reduce_over_ranks, words_of
 from model.scales.codes import FileWeight, count_of_sums, file_weight, local_products, other_weights
 from model.scales.grouping import (
@@ -93,8 +99,7 @@ def read_source(directory: Path) -> Source | None:
     config = find_quantization_config(directory)
     if config is None:
         return None
-    method = config.get("quant_method")
-    file = directory / (MODELOPT_FILE if method == "modelopt" and (directory / MODELOPT_FILE).is_file() else CONFIG)
+    file = description_file(directory)
     try:
         rules = rules_of(config, scales_only=True)
     except ValueError as error:

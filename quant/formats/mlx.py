@@ -57,8 +57,8 @@ def mlx_tensors(
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     """Build the tensors of a Linear by suffix, in CPU memory. ``packed`` has its tensors in compressed-tensors' layout.
-    ``scale`` is the effective scale of the forward, ``[out, groups]``, for integers exact in the model's
-    ``dtype``. ``zero`` has the fp32 zero points ``[out, groups]``, or is None."""
+    ``scale`` is the effective scale of the forward, ``[out, groups]``, for integers exact in the model's ``dtype``.
+    ``zero`` has the fp32 zero points ``[out, groups]``, or is None."""
     codes = packed["weight" if "weight" in packed else "weight_packed"]
     weight = codes.cpu().contiguous().view(torch.uint32)
     if scheme.weights.mx:

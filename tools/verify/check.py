@@ -12,8 +12,8 @@ are two comparisons:
 2. *our forward*: our forward unchanged. The size of the differences is measured and bounded.
 
 *inputs as given* is our forward without quantized inputs, keys and values, to show the cost of quantizing them.
-transformers does not quantize the inputs of fused experts, so these three comparisons do not either. *full forward* is
-our complete forward, which vLLM also computes. The last two have no bound.
+In all three, inputs of fused experts stay unquantized, as in transformers. *full forward* is our complete forward,
+which vLLM also computes. *inputs as given* and *full forward* have no bound.
 
 The known differences, with transformers 5.23 and compressed-tensors 0.20:
 

@@ -214,7 +214,7 @@ class MLX(Engine):
     """Reader of exports for MLX."""
 
     def __init__(self, export: Path) -> None:
-        """Load ``export`` with mlx-lm. Raises ValueError if mlx-lm is missing or fails, or finds a pipe or device."""
+        """Load ``export`` with mlx-lm. Raises ValueError if mlx-lm is missing or does not load ``export``."""
         try:
             import mlx.core as mx
             from mlx_lm.utils import load_model
