@@ -187,7 +187,7 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
     size = report.bytes / 1e6
     files = f"{len(report.files)} file{'s' * (len(report.files) != 1)}"
     if report.copied:
-        say(f"export: {listed(report.copied)} copied unchanged from {recipe.model.path}")
+        say(f"export: {listed(report.copied)} copied from {recipe.model.path}")
     say(f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {files}, {report.seconds:.1f} s")
 
 

@@ -103,11 +103,11 @@ class SharedRows:
         share rows after it."""
         name = model.config._attn_implementation
         model.set_attn_implementation(self._plain[model])
-        self.on = False
+        on, self.on = self.on, False
         try:
             yield
         finally:
-            self.on = True
+            self.on = on
             model.set_attn_implementation(name)
 
     def share(self, length: int, index: int | None = None) -> slice:

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from data.samples import Sample, samples_of
 from engine.cluster.job import join_ranks
 from engine.config.config import Recipe
+from engine.config.errors import RecipeError
 from engine.config.hub import named
 from model.checkpoint.fingerprint import digest_of_range, identity
 from model.console import progress_bar
@@ -307,7 +308,7 @@ def tell_other_ranks(error: str, *, shown: bool = False) -> bool:
     try:
         join_ranks()
         alone = False
-    except RankError:  # the other ranks are not there
+    except (RankError, RecipeError):  # the other ranks are not there, or the launch itself is wrong
         alone = True
     shown = shown or waiting.finished.is_set()
     waiting.cancel()

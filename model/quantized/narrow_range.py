@@ -74,7 +74,8 @@ def check_not_clipped(quantization: Quantization, owners: Iterable[str]) -> None
     if is_partitioned(groups[0].s0):
         whole = reduce_over_ranks(whole)
     if found := [name for name, count in zip(names, whole.tolist(), strict=True) if count]:
-        raise_everywhere(f"{listed(found, 5)} {_beyond(groups[0].spec)}")
+        spec = next(group.spec for group in groups if found[0] in group.members)
+        raise_everywhere(f"{listed(found, 5)} {_beyond(spec)}")
 
 
 def _clipped(quantization: Quantization, name: str, group: ScaleGroup) -> Tensor:

@@ -197,11 +197,13 @@ def copy_companions(source: Path, directory: Path, *, as_source: bool = False) -
     (``COPIED``); with ``as_source`` also ModelOpt's hf_quant_config.json, if there is one."""
     for pattern in (*COPIED, *([MODELOPT_FILE] if as_source else [])):
         for path in sorted(source.glob(pattern)):
+            copy = directory / path.name
             if path.is_dir():
-                shutil.copytree(path, directory / path.name)
+                shutil.copytree(path, copy)
             else:
-                shutil.copyfile(path, directory / path.name)
-                sync(directory / path.name)
+                shutil.copyfile(path, copy)
+            for written in (*copy.rglob("*"), copy):
+                sync(written)
 
 
 def add_mlx_entries(config: dict[str, Any], model: PreTrainedModel, quantization: Quantization) -> None:

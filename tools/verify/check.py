@@ -416,9 +416,10 @@ def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: 
     """Describe missing or wrong scales of keys and values, which a server would not find or would replace by 1."""
     problems = []
     for name, cache in quantization.caches.items():
-        key = cache_keys(model, name)[0]
+        keys = cache_keys(model, name)
+        key = next((key for key in keys if key in checkpoint.tensors), keys[0])
         found = checkpoint.tensors.get(key)
-        if found is None or (found.dtype, found.shape) != (torch.float32, (1,)):
+        if found is None or found.dtype not in STORED or found.shape not in ((), (1,)):
             what = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
             problems.append(f"{key} {what}, expected torch.float32 [1]")
         elif not cache.input_scale().item() > 0:

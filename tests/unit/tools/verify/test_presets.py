@@ -19,10 +19,10 @@ from quant.formats.modelopt import ALGORITHMS, DYNAMIC
 from quant.reference import fake_quant, quantize
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
-from tests.lib.checkpoints import Export, exported, quantized, read_tensors
+from tests.lib.checkpoints import Export, edit_tensors, exported, quantized, read_tensors
 from tests.lib.published import plain_deepseek
 from tools.compressed import load_compressed, quantized_keys
-from tools.verify.check import compare_with_transformers, decompress
+from tools.verify.check import compare_with_transformers, decompress, problems_of_files
 from tools.verify.comparison import Report
 
 KINDS = ("qwen3", "qwen3_moe")
@@ -131,6 +131,18 @@ def test_a_quantized_cache(kind, preset, tmp_path, seed):
     # Codes of 4-bit inputs flip more often (tools/verify/check.py).
     coarse = scheme is not None and scheme.activations.bits == 4
     assert report.logits["inputs as given"].kl > (1 if coarse else 10) * report.logits["our forward"].kl, report.table()
+
+
+def test_scales_of_a_cache_as_other_writers_store_them(tmp_path):
+    """llm-compressor writes bf16, and other keys are read too: an export in the form of its source keeps both."""
+    directory = made(tmp_path, "qwen3", None, kv_cache=PRESETS["fp8_kv"].kv_cache).directory
+    key, other = (f"model.layers.0.self_attn.k_{name}" for name in ("scale", "cache.scale"))
+    edit_tensors(directory, key, lambda tensors: tensors.update({other: tensors.pop(key).bfloat16().view(())}))
+    assert problems_of_files(directory, *load_compressed(directory)) == []
+    edit_tensors(directory, other, lambda tensors: tensors.update({other: tensors[other].to(torch.float8_e4m3fn)}))
+    assert problems_of_files(directory, *load_compressed(directory)) == [
+        f"{other} is torch.float8_e4m3fn [], expected torch.float32 [1]"
+    ]
 
 
 FP8, INT4, INT8 = SCHEMES["fp8_dynamic"], SCHEMES["w4a16_g32"], SCHEMES["int8_dynamic"]
