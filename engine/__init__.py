@@ -2,7 +2,7 @@
 and lets other libraries print only errors.
 
 Python searches the script's directory first, so a user's ``model.py`` or a folder ``data`` of another project would be
-imported instead.
+imported in place of DeepQAT's package.
 """
 
 import importlib.util

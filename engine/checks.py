@@ -70,8 +70,8 @@ def _difference(state: LoopState) -> str:
 
 
 def check_weights(state: LoopState, objective: Objective) -> None:
-    """Check that there is a loss, and a teacher if the distillation loss has a weight. Raises RankError on every rank
-    if not: weights that events set before a resume do not fit the recipe of the resumed run."""
+    """Check that lm or kd has a weight above 0, and that a teacher is loaded if kd has one. Raises RankError on every
+    rank if not, which happens if weights that an event set before a resume do not fit the new recipe."""
     if objective.kd_weight > 0 and state.session.teacher is None:
         raise RankError(
             f"step {state.step}: the loss kd has the weight {objective.kd_weight:g}, which an event has set before the "
@@ -87,7 +87,7 @@ def check_weights(state: LoopState, objective: Objective) -> None:
 
 def check_layers_ran(quantization: Quantization) -> None:
     """Check after the first forward that the model called every quantized layer; a collective. Raises RankError on
-    every rank if a layer was not called: code that uses its weight directly would train without its fake quant."""
+    every rank if a layer was not called: code that reads its weight directly would train it without fake quant."""
     unused = [name for name, layer in quantization.layers.items() if not layer.trained]
     raise_everywhere(
         f"{listed(unused, 3)}: the model's forward did not call them, so that training would not quantize what the "
@@ -101,8 +101,8 @@ def watch_gradients(model: nn.Module) -> Callable[[], str | None]:
     """Record which trained Parameters receive a gradient.
 
     Returns:
-        A function, a collective, that ends the recording and describes the trained Parameters that received no
-        gradient on any rank (weight decay alone would move them). It returns None if all received one.
+        A function, a collective, that ends the recording. It returns a description of the trained Parameters that
+        received no gradient on any rank (weight decay alone would move them), or None if all received one.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     without = dict.fromkeys(trained)

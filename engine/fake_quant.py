@@ -75,7 +75,7 @@ def observed_input_scales(quantization: Quantization, owners: Set[str]) -> dict[
 
 
 def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str:
-    """Return the error text for input groups without a scale: absmax is not finite, or is 0 as no values arrived."""
+    """Return the error text for input groups without a scale: absmax is not finite, or 0 (no inputs, or all zero)."""
     bad = [owner for owner, value in absmax.items() if not math.isfinite(value)]
     unseen = [owner for owner, value in absmax.items() if value == 0]
     problems = []
@@ -129,7 +129,7 @@ def _observing(forward: nn.Module, quantization: Quantization, *, quantized: boo
 
 def watch_inputs(forward: nn.Module, quantization: Quantization, batch: MicroBatch, device: torch.device) -> None:
     """Run the samples of a batch through the model, one at a time, without padding and attention mask; a collective.
-    Switch the observers on before."""
+    The caller must have switched the observers on."""
     # One sample at a time, without its padding, which is never served.
     samples = list(sample_inputs(batch))
     # Packed or last rows hold unequal numbers of samples, and a forward is a collective under ZeRO-3: a rank with fewer
@@ -145,7 +145,7 @@ def watch_inputs(forward: nn.Module, quantization: Quantization, batch: MicroBat
 
 
 def observing_tokens(session: Session, batch: MicroBatch) -> AbstractContextManager[None]:
-    """Context in which observers ignore the padding of ``batch``, which is on the host."""
+    """Context in which observers ignore the padding of ``batch``, whose tensors are on the CPU."""
     mask = token_positions(batch) if session.quantization.observing else None
     if mask is not None and (rows := rows_of(session.recipe)) is not None:
         mask = mask[:, rows.share(mask.shape[1])]
@@ -163,10 +163,10 @@ class FakeQuant:
 
     A scale group (layers that share a scale) is *active* while at least one of its members is fake-quantized, else
     inactive. The theta of an inactive group does not change: its gradient is 0, and its Adam moments are set to 0 when
-    the group becomes inactive. After a step that trains the weights an inactive group is *outdated*: its scale fits an
-    earlier model. Switching fake quant on measures the scales of outdated groups again (weight scales from the current
-    weights, input scales from the observers), and restarts their thetas at 0 with fresh moments. If the thetas of all
-    groups of a kind (weight or input) restart, their learning rate warms up again.
+    the group becomes inactive. After a step that trains weights, norms, routers or merged adapters, an inactive group
+    is *outdated*: its scale fits an earlier model. Switching fake quant on measures the scales of outdated groups again
+    (weight scales from the current weights, input scales from the observers), and restarts their thetas at 0 with fresh
+    moments. If the thetas of all groups of a kind (weight or input) restart, their learning rate warms up again.
     """
 
     def __init__(self, session: Session) -> None:
@@ -174,7 +174,7 @@ class FakeQuant:
         self.quantization = session.quantization
         self.overrides = session.overrides
         self.forgets = False
-        """Reset the observers when the next step begins."""
+        """True: the observers are reset when the next step begins."""
         self.scale_steps = dict.fromkeys(THETA_GROUPS.values(), 0)
         """Optimizer steps with fake quant since the scales were measured, by parameter group."""
         self.stale: dict[str, set[str]] = {"weight": set(), "input": set(session.uncalibrated)}
@@ -208,18 +208,18 @@ class FakeQuant:
         """Switch fake quant on in all layers, or in layers whose whole name matches the regex ``layers``; a collective.
 
         ``weights=False`` or ``activations=False`` switches that part off in these layers. Outdated scales are measured
-        again. Inputs that stay unquantized are observed.
+        again. Inputs are observed as long as any of them stays unquantized.
 
         Raises:
             ValueError: the pattern matches no layer.
-            RankError: a weight has NaN or Inf, or the observer of an input to quantize saw no data.
+            RankError: a weight has NaN or Inf; or inputs to quantize were never observed, all zero, or had NaN or Inf.
         """
         self._switch(weights, activations, layers, observe=True)
 
     def disable(self, *, layers: str | None = None, observe: bool = True) -> None:
         """Switch fake quant off in all layers, or in layers whose whole name matches the regex ``layers``. ``observe``:
-        True to observe unquantized inputs, for their scales; False if fake quant stays off. Raises ValueError: the
-        pattern matches no layer."""
+        True to observe inputs, for their scales; False if fake quant stays off. Raises ValueError if the pattern
+        matches no layer."""
         self._switch(False, False, layers, observe=observe)
 
     def _switch(self, weights: bool, activations: bool, layers: str | None, *, observe: bool) -> None:
@@ -233,8 +233,8 @@ class FakeQuant:
             self.quantization.observe(watch)
 
     def observe(self, on: bool) -> None:
-        """Start or stop observing inputs. Starting clears earlier observations: at once if observers are off, else when
-        the next step begins. Until then an evaluation, an export or a start of fake quant may use them for scales."""
+        """Start or stop observing inputs. Starting clears earlier statistics: at once if observers are off, else when
+        the next step begins. Until then an evaluation, an export or a start of fake quant may use the earlier ones."""
         self.forgets = on and self.quantization.observing
         if not self.forgets:
             self.quantization.observe(on)
@@ -245,7 +245,7 @@ class FakeQuant:
         self.observe(True)
 
     def freeze_scales(self, on: bool = True) -> None:
-        """Freeze learned scales, or with ``on=False`` train them again with fresh moments."""
+        """Freeze learned scales, or with ``on=False`` train them again; both reset their moments and step counts."""
         self.overrides.frozen = set(THETA_GROUPS.values()) if on else set()
         for group in THETA_GROUPS.values():
             reset_optimizer_state(self.session.engine.optimizer, group)
@@ -257,8 +257,9 @@ class FakeQuant:
         return bool(self._active()[kind]) and group not in self.overrides.frozen
 
     def stepped(self) -> None:
-        """Count a training step for active scales, and mark inactive scales as outdated. With
-        ``quant.scales_follow_weights`` also measure the weight scales again, which is a collective."""
+        """Count a training step for active scales, and mark inactive scales as outdated, unless the recipe trains only
+        scales or unmerged adapters. With ``quant.scales_follow_weights`` also measure the weight scales again, which is
+        a collective."""
         if self.session.recipe.quant.scales_follow_weights:
             follow_weights(self.quantization)
             weights_changed(self.session.model)
@@ -313,7 +314,8 @@ class FakeQuant:
         }
 
     def _begin(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
-        """Activate scale groups (owners by kind): set the thetas of outdated groups to 0, and measure their scales."""
+        """Restart the outdated groups among ``owners`` (by kind): set their thetas to 0 and measure their scales, on
+        ``batches`` as in :meth:`_write`; a collective."""
         stale = {kind: owners[kind] & self.stale[kind] for kind in owners}
         recipe, inputs = self.session.recipe, stale["input"] - self.session.uncalibrated
         self._warn_of_lost_scales("weight", stale["weight"], recipe.quant.scales_brought_by())
@@ -325,7 +327,7 @@ class FakeQuant:
             self.stale[kind] -= measured
 
     def _warn_of_lost_scales(self, kind: str, owners: set[str], source: str | None) -> None:
-        """Warn that scales which ``source`` provided are measured again, and so lost; None: they were measured."""
+        """Warn that the scales from ``source`` are replaced by measured ones; None: they were measured, no warning."""
         if owners and source is not None:
             say(
                 f"warning: {kind} scales that {source} gave are lost: {len(owners)} of {len(self._groups(kind))} are "
@@ -343,8 +345,8 @@ class FakeQuant:
                     group.observer.reset()
 
     def _write(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
-        """Measure the scales of groups from the current weights and the observers, and write them; a collective. Inputs
-        without an observer are measured on ``batches``, if given. Decoupled scales start again at 0."""
+        """Measure the scales of groups from the current weights and the observers, and write them; a collective. If
+        the observers are off, inputs are measured on ``batches``, if given. Decoupled scales start again at 0."""
         if not any(owners.values()):
             return
         if owners["weight"]:

@@ -2,8 +2,8 @@
 
 Trackers of experiments beside TensorBoard are Weights & Biases, MLflow and Trackio (``train.report_to``). Rank 0 alone
 imports their packages, before a model is built. Each tracker has a thread of its own, which takes points from a bounded
-queue, so that the run never waits for a tracker. If one fails or stalls, it is off for the rest of the run, and one
-line says so. Each start of a run is a new run of the tracker, so that none gets a step twice.
+queue, so that training never waits for a tracker. A tracker that fails or stalls is off for the rest of the run, and
+one line says so. Each start of a run is a new run in the tracker, so that no run in it has a step twice.
 """
 
 import importlib
@@ -290,7 +290,7 @@ class Summary:
     skipped: int = 0
 
     def step(self, losses: Mapping[str, float], tokens: int, valid_tokens: int) -> None:
-        """Count one optimizer step and its tokens over all ranks (all, and those with a target), and note its losses;
+        """Count one optimizer step and its tokens over all ranks (all, and those with a target), and store its losses;
         ``losses`` is empty for a skipped step."""
         self.steps += 1
         self.skipped += not losses
@@ -326,7 +326,7 @@ class Summary:
 
 
 def _changes(first: Mapping[str, float], last: Mapping[str, float]) -> list[str]:
-    """Format a line per figure, with its first and last value."""
+    """Format a line per loss or result, with its first and last value."""
     return [f"  {name:<22} {figure(first.get(name, math.nan)):>10} -> {figure(value)}" for name, value in last.items()]
 
 
@@ -425,7 +425,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _kill_programs_of(package: ModuleType) -> None:
-    """Kill the children of this process that run a program of ``package``, which would wait for them at exit."""
+    """Kill the child processes that run a program of ``package``: at exit, the package would wait for them."""
     folder = Path(str(package.__file__)).resolve().parent
     for status in Path("/proc").glob("[0-9]*/status"):
         with suppress(OSError):  # it has ended
@@ -435,10 +435,10 @@ def _kill_programs_of(package: ModuleType) -> None:
 
 
 class Tracker(MetricsWriter):
-    """Sends points to a tracker from a thread of its own."""
+    """Destination that sends points to a tracker, in a thread of its own."""
 
     def __init__(self, name: str, package: ModuleType, recipe: Recipe, *, done: int) -> None:
-        """Start the tracker ``name`` in its thread; ``done`` are the optimizer steps before this start."""
+        """Start the tracker ``name`` in its thread. ``done``: optimizer steps before this start of the run."""
         self._name, self._package = name, package
         self._points: queue.Queue[tuple[Mapping[str, float], int] | None] = queue.Queue(MOST_WAITING)
         self._busy_since: float | None = time.monotonic()  # None: it waits for a point

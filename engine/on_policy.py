@@ -1,6 +1,6 @@
 """Samples that the student writes itself: a vLLM server, to which the run publishes, answers the prompts of each step.
 
-Rank 0 sends the prompts of all rows of a step, as tokens, and gets tokens, which the step learns as they are. With each
+Rank 0 sends the prompts of all rows of a step as tokens; the tokens of the answers are trained on unchanged. With each
 answer the server names the version of the weights that wrote it. This version must be of this run, and at most
 ``data.max_age`` steps old. The sampling seed of an answer follows from train.seed, the step and the row in the step.
 
@@ -51,7 +51,7 @@ class OnPolicyLoader(Loader):
     Args:
         recipe: recipe of the run, for its seed, server and output_dir.
         vocabulary: number of token ids that both student and teacher have.
-        stop_requests: the run's; once it is asked to stop, the loader no longer waits for the server.
+        stop_requests: stop signals of the run; after one, the loader no longer waits for the server.
         samples: the prompts.
         options: other arguments of `Loader`.
     """
@@ -67,8 +67,9 @@ class OnPolicyLoader(Loader):
 
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k``; a collective, in which rank 0 waits for the server and stores
-        its answers. Raises NoSamplesError on every rank if rank 0 gets no answers: the server fails for too
-        long, the run was asked to stop, or the server has another version than allowed."""
+        its answers. Raises NoSamplesError on every rank if rank 0 has no answers: the server fails for too long, or
+        fails after a stop request; it serves a version that is not allowed; an answer has a token that the teacher
+        lacks; or stored answers are damaged or answer other prompts."""
         answers: list[WrittenAnswer] = []
         problem: str | None = None
         if is_main():
@@ -98,7 +99,8 @@ class OnPolicyLoader(Loader):
         return Sample(inputs, labels, given.file, given.line)
 
     def _answers(self, k: int) -> list[WrittenAnswer]:
-        """Return stored or new answers to all rows of a step; on rank 0. Raises ValueError if there are none."""
+        """Return stored or new answers to all rows of a step; only rank 0 calls it. Raises ValueError without answers,
+        OSError if a file cannot be read."""
         began, first = monotonic(), self._first(k)
         prompts = [self._order.row(first + row)[0] for row in range(self.rows_per_step)]
         if k == 0:  # of a run that was not resumed
@@ -121,7 +123,8 @@ class OnPolicyLoader(Loader):
         return answers
 
     def _store(self, k: int, path: Path, content: dict[str, Any]) -> None:
-        """Store the answers of a step, and remove those of steps before the oldest checkpoint."""
+        """Store the answers of a step; remove those of steps before the oldest checkpoint, or without one before ``k``.
+        An OSError is only a warning."""
         checkpoints = (Path(self._recipe.output_dir) / "checkpoints").glob(STEP_DIRECTORIES)
         oldest = min((checkpoint.name for checkpoint in checkpoints), default=path.stem)
         try:
@@ -134,7 +137,8 @@ class OnPolicyLoader(Loader):
             say(f"warning: {words_of(error)}: a restart that repeats step {k} would learn other answers")
 
     def _asked(self, k: int, prompts: list[int]) -> tuple[int, list[WrittenAnswer]]:
-        """Ask the server for answers, again while it fails; return the age of its version in steps, and the answers."""
+        """Ask the server for answers until it gives them; return the age of its version in steps, and the answers.
+        Raises ValueError after ``data.server_seconds``, after a stop request, or for a bad version or token."""
         answers, said, url = dict[tuple[Path, int], WrittenAnswer](), "", str(self._settings.server)
         most, limit = self._settings.server_seconds, f"{self._settings.server_seconds:g} s"
         server = VllmServer(url, end := monotonic() + most)
@@ -162,7 +166,8 @@ class OnPolicyLoader(Loader):
             time.sleep(AGAIN_SECONDS)
 
     def _version(self, server: VllmServer, prompts: list[int]) -> Path:
-        """Return the version that the server serves. A server that was only started is made to load the newest one."""
+        """Return the version that the server serves; if it has loaded none since its start, let it load the newest.
+        Raises ServerError if the directory that it was started with is not the link ``current``."""
         _, root, version = server.serving()
         if version != STARTED:
             return Path(version)

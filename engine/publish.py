@@ -1,20 +1,20 @@
 """Publish the model of a running training: versions in a directory, and vLLM servers that load them.
 
 The directory has one folder per version, written as the export is (``step_00000120``), and the link ``current`` to the
-newest one. A version gets its name when all of it is on disk, and the link is replaced after that: a publish that is
-cut short is never seen.
+newest one. A version gets its name when all of it is on disk, and the link is replaced after that: a version that was
+written only in part is never visible.
 
-:class:`VllmServer` lets a running server load a version, and sample, through the HTTP interfaces of
+:class:`VllmServer` makes a running server load a version, or sample, through the HTTP interfaces of
 VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (vLLM 0.32). While the server is paused it finishes the requests that it
-has begun, and keeps new ones waiting. Then it forgets its KV cache and reads the files. So each answer is computed by
+has begun, and keeps new ones waiting. Then it clears its KV cache and reads the files. So each answer is computed by
 one version from its first to its last token.
 
 vLLM does not reload all formats exactly: some kernels keep values outside of their parameters. So a server that has
 been started, and has loaded nothing since, is tested first: its parameters are overwritten with zeros, and the version
-that it was started with is loaded again. All parameters must be as after the start, bit for bit, and so must be the
-log-probabilities of a prompt. The server's ``weight_version`` tells if that is done: it is ``default`` after a start,
-``updating`` during an update, and then the directory of the version that is served. A server whose update failed stays
-paused.
+that it was started with is loaded again. All parameters must be as after the start, bit for bit. The log-probabilities
+of a prompt may differ by at most 4 times as much as between equal requests before. The server's ``weight_version``
+shows its state: ``default`` after a start, ``updating`` during an update, and then the directory of the version that is
+served. A server whose update failed stays paused.
 """
 
 import itertools
@@ -110,9 +110,8 @@ def not_reloaded(session: Session, quant: FakeQuant) -> str | None:
 
 
 def _prepare(folder: Path, output: Path, step: int) -> str:
-    """Check the directory, remove what cut publishes left in it, and return a free name for the version.
-
-    Raises ValueError if it belongs to another run, or holds other files."""
+    """Create or check the directory, remove what interrupted publishes left in it, and return a free name for the
+    version. Raises ValueError if the directory belongs to another run, or contains other files."""
     run, own = folder / RUN, os.path.realpath(output)
     if not run.exists():
         if folder.exists() and any(folder.iterdir()):
@@ -132,7 +131,7 @@ def _prepare(folder: Path, output: Path, step: int) -> str:
 
 
 def _make_current(folder: Path, name: str, keep: int) -> None:
-    """Let the link point to a complete version, and remove all versions but the last ``keep``."""
+    """Point the link ``current`` to the complete version ``name``, and remove all versions but the last ``keep``."""
     new = folder / f".{CURRENT}"
     new.unlink(missing_ok=True)
     new.symlink_to(name)
@@ -143,14 +142,14 @@ def _make_current(folder: Path, name: str, keep: int) -> None:
 
 
 def versions_in(folder: Path) -> list[Path]:
-    """List the complete versions in a publish directory, the oldest first. Times of the files decide, not the numbers
-    of steps, which a resumed run may repeat."""
+    """List the complete versions in a publish directory, the oldest first. They are sorted by the directories'
+    modification times, not by their steps, which a resumed run may repeat."""
     versions = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}(-\d+)?", path.name)]
     return sorted(versions, key=lambda path: path.stat().st_mtime_ns)
 
 
 def _serve(url: str, version: Path, prompt: list[int], end: float, reason: str | None) -> bool:
-    """Let a server load a version, unless there is a reason against it; print how that went.
+    """Let a server load a version, unless there is a ``reason`` against it, and print the result.
 
     Returns:
         True if the server serves the version.
@@ -244,8 +243,8 @@ class VllmServer:
 
     @_as_expected()
     def load(self, version: Path, known: Sequence[Path], prompt: list[int]) -> None:
-        """Let the server load ``version``. If it has loaded nothing since its start, test first that a
-        reload restores its parameters exactly.
+        """Let the server load ``version``. If it has loaded nothing since its start, first test that a reload restores
+        its parameters exactly.
 
         Args:
             version: directory of a complete checkpoint.
@@ -342,7 +341,8 @@ class VllmServer:
 
 
 def _same_model(root: Path, version: Path) -> Path:
-    """Return the directory that a server was started with. Raises ServerError if its config.json is another one."""
+    """Resolve links in ``root``, the directory that a server was started with. Raises ServerError if its config.json
+    cannot be read, or differs from that of ``version``."""
     configs = []
     for directory in (root, version):
         try:

@@ -37,7 +37,7 @@ SHOWN = {"kd/forward_kl": "KL to teacher", "kd/top1_agreement": "same top token"
 
 
 class RunReport:
-    """Reports a run while it trains."""
+    """Report of a run while it trains: progress bar, curves, memory and the last lines."""
 
     def __init__(self, state: LoopState) -> None:
         self._summary = Summary()
@@ -102,7 +102,8 @@ def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, floa
 
 
 def _measured_rarely(step: StepResult) -> dict[str, float]:
-    """Collect the scalars that only some steps have, by tag: diagnostics, and the norms of weights and of scales."""
+    """Collect the scalars that only some steps have, by tag: diagnostics, and gradient norms if that of the scales was
+    measured."""
     diagnostics = {f"kd/{name}" for name in DIAGNOSTICS}
     found = {tag: value for tag, value in step.losses.items() if tag in diagnostics}
     return {**found, **_grad_norms(step)} if step.scale_grad_norm is not None else found
@@ -131,7 +132,7 @@ def best_line(checkpoints: Path) -> str | None:
 
 
 def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
-    """Log histograms over layers, the largest value over all layers as scalars, and a picture of the errors by layer.
+    """Log histograms over layers, the largest values over all layers, and a picture of the weights' errors by layer.
 
     A model has hundreds of layers (thousands with experts), too many for one chart per layer.
     """
@@ -211,8 +212,8 @@ class Measured:
 
 
 class MemoryWatch:
-    """Measures the bytes of parameters, gradients and optimizer states on this rank, in the first step after its
-    creation."""
+    """Measurement of the bytes of parameters, gradients and optimizer states on this rank, made in the first step after
+    the object's creation."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         """Watch ``model``, the student, and ``optimizer``, the one of the student's engine."""
@@ -272,7 +273,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 def peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process so far, in bytes: of torch's allocator on CUDA, resident on a CPU.
 
-    This is the only measure of a run's peak: in the curves, in ``memory.json`` and in the last lines.
+    The curves, ``memory.json`` and the last lines of a run all use this measure.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

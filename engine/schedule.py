@@ -94,7 +94,7 @@ class Schedule:
             )
 
     def described(self) -> list[str]:
-        """Describe every event: kind, step or interval, and name of its action."""
+        """Describe every event: its kind; its step, interval or condition; and the name of its action."""
         return [
             f"{kind} {when if isinstance(when, int) else _name(when)}: {_name(action)}"
             for kind in ("before", "after", "last", "conditional")
@@ -158,8 +158,8 @@ def _reads_evaluation(condition: StateCondition) -> bool:
 
 
 def _condition_name(condition: StateCondition) -> str:
-    """Name a condition by its name and the numbers and texts that it holds now: arguments of a partial, defaults, and
-    variables of the function around it."""
+    """Return a condition's name (:func:`_name`), followed by the numbers and texts that it holds now: arguments of a
+    partial, defaults, and variables of the function around it."""
     values: list[object] = []
     if isinstance(condition, partial):
         values = [*condition.args, *condition.keywords.values()]
@@ -191,8 +191,8 @@ def add_recipe_events(schedule: Schedule, recipe: Recipe) -> None:
 
 
 def evaluate_held_out(state: LoopState) -> None:
-    """Measure the held-out losses with serving numerics; store them in the state and the curves; a collective. No
-    effect if the recipe has no evaluation, or if this step is evaluated already."""
+    """Measure the held-out losses with serving numerics (unquantized if the run never quantizes), and store them in the
+    state and the curves; a collective. No effect without evaluation, or if this step is evaluated already."""
     if not state.recipe.eval.every or state.evaluations.step == state.step or state.held_out is None:
         return
     objective = state.objective()
@@ -210,8 +210,8 @@ def evaluate_held_out(state: LoopState) -> None:
 def _held_out_means(state: LoopState, held_out: HeldOut, objective: Objective) -> dict[str, float]:
     """Compute loss means over the valid tokens of all held-out samples and ranks, by loss; a collective.
 
-    All layers are fake-quantized, with outdated scales measured again, unless the run never quantizes. Trained
-    parameters do not change.
+    All layers are fake-quantized, with outdated scales measured again, unless the run never quantizes. Only outdated
+    scales change.
     """
     session = state.session
     # Outdated input scales are measured on training samples: held-out batches are ordered by length, and short samples
@@ -235,8 +235,8 @@ def _held_out_means(state: LoopState, held_out: HeldOut, objective: Objective) -
 
 def evaluate_start(state: LoopState, schedule: Schedule) -> None:
     """Evaluate the starting point; a collective. A new run evaluates the PTQ model, unless the run never quantizes.
-    A resumed run evaluates if ``eval.every`` divides its first step, then marks the checkpoint if it is the best. If
-    this step was not evaluated before the resume, as after a signal, the events that read the results run now."""
+    A resumed run evaluates if ``eval.every`` divides the number of steps done, then marks the checkpoint if it is the
+    best. If this step was not evaluated before the resume, as after a signal, events that read the results run now."""
     if state.saved_step is None:
         if not state.recipe.never_quantizes():
             evaluate_held_out(state)
@@ -260,8 +260,8 @@ def checkpoints(recipe: Recipe) -> Path:
 
 
 def save(state: LoopState) -> None:
-    """Save a training checkpoint, and mark it as the best if its evaluation is the best so far; a collective. Raises
-    SaveError on every rank if the checkpoint could not be written."""
+    """Save a training checkpoint, and mark it as the best if its evaluation is the best so far; a collective. Raises on
+    every rank: SaveError if the checkpoint could not be written, RankError if parameters are not finite."""
     save_checkpoint(
         state.session,
         state.stateful,
@@ -288,7 +288,7 @@ def _measured(state: LoopState) -> BestMetric | None:
 
 
 def _try_to_save(state: LoopState) -> None:
-    """Save a checkpoint, unless this is the last step. If saving fails (disk full), warn and go on with training."""
+    """Save a checkpoint, unless this is the last step. If writing fails (disk full), warn and go on with training."""
     train = state.recipe.train
     if state.step == train.steps:
         return  # the end of the run saves the last one

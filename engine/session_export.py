@@ -30,7 +30,7 @@ def check_export(recipe: Recipe) -> None:
     _check_format(recipe)
     directory, output = recipe.export_dir(), Path(recipe.output_dir)
     problem, there, held = None, Path(os.path.realpath(directory)), Path(os.path.realpath(output))
-    if any(map(Path.is_symlink, (directory, there, *there.parents))):  # a whole export is renamed to its name
+    if any(map(Path.is_symlink, (directory, there, *there.parents))):  # a finished export is renamed to this path
         problem = "it is a link, or behind one that is broken; name a directory"
     elif there == held or there in held.parents:
         problem = f"it contains output_dir ({str(output)!r}); name a directory of its own"
@@ -47,9 +47,9 @@ def check_export(recipe: Recipe) -> None:
 
 
 def _check_format(recipe: Recipe) -> None:
-    """Refuse options that contradict export.format, and a missing template or package."""
+    """Refuse options that contradict export.format, and a missing template or package. Raises RecipeError."""
     layout, dtype = layout_of(recipe), recipe.model.dtype
-    if recipe.export.format == SOURCE:  # what is refused of the source's format
+    if recipe.export.format == SOURCE:  # the checks below are those of the source's format
         assert layout is not None
         recipe = replace(recipe, export=replace(recipe.export, format=layout))
     name = recipe.export.format
@@ -192,7 +192,7 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
 
 
 def _base_path(recipe: Recipe) -> str:
-    """Return the base model that an adapter alone names: a directory, or a name on the Hugging Face Hub."""
+    """Return the base model to record in an adapter written alone: a directory, or a name on the Hugging Face Hub."""
     name = named(recipe.model.path)
     return str(Path(name).resolve()) if name == recipe.model.path else name.partition("@")[0]
 

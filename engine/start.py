@@ -136,7 +136,7 @@ def start_run(
 
 
 def _loader_class(recipe: Recipe, vocabulary: int, stop_requests: StopRequests) -> Callable[..., Loader]:
-    """Return what makes the loader: of samples, or of prompts that the student answers."""
+    """Return the loader's class, or for ``data.kind: on_policy`` a function with its arguments."""
     if recipe.data.kind != "on_policy":
         return Loader
     from engine.on_policy import OnPolicyLoader
@@ -178,13 +178,13 @@ def _check_schedule(recipe: Recipe, models: CheckedModels, token_losses: Sequenc
 
 
 def _check_destinations(recipe: Recipe, checkpoints: Path) -> TrainingCheckpoint | None:
-    """Check before any work that all output directories can be written, and that no earlier run would be overwritten.
+    """Check before any work that the export can be written, and that no earlier run would be overwritten.
 
     Returns:
         The checkpoint to resume from; None in a new run.
 
     Raises:
-        RecipeError: a check failed; on every rank.
+        RecipeError: a check failed. Every rank runs the checks, without a collective.
     """
     if recipe.export.enabled:
         check_export(recipe)
@@ -199,7 +199,8 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> TrainingCheckpoint
 
 
 def _take_output(recipe: Recipe, run_lock: RunLock) -> None:
-    """Lock the output directory; say if the run will write neither export nor checkpoint. A collective."""
+    """Create the output directory, check that ranks share it, lock it, and remove what a killed export left; warn if
+    the run will write neither export nor checkpoint. A collective; raises RankError on every rank if this fails."""
     output = Path(recipe.output_dir)
     with errors_on_all_ranks(OSError, key="output_dir"):
         if is_main():

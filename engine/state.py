@@ -101,8 +101,8 @@ class SkippedSteps:
             step: number of the step.
             losses: this rank's sums of the step's losses, before a reduction.
             loader: describes the samples of the step.
-            lowered: True if the loss scale was halved. If also the losses of all ranks are finite, only gradients
-                overflowed in fp16: a line is printed, and the step is not counted.
+            lowered: True if fp16's loss scale was lowered. If the losses of all ranks are also finite, only gradients
+                overflowed: a line is printed, and the step is not counted.
 
         Raises:
             RankError: ``limit`` steps in a row were skipped.

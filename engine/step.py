@@ -107,7 +107,7 @@ def _set_learning_rates(state: LoopState) -> None:
 
 
 def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Objective, valid: int) -> dict[str, Tensor]:
-    """Run forward and backward of every micro-batch; return the sums of this rank's losses by part."""
+    """Run forward and backward of every micro-batch; return the sums of this rank's losses by name."""
     session, engine = state.session, state.session.engine
     # The sum of the losses is divided by the valid tokens of the whole step only: this factor undoes DeepSpeed's
     # divisions by accumulation steps and ranks.
@@ -185,8 +185,8 @@ def micro_batch_losses(
         held_out: the batch has held-out samples, for which a cached teacher has no output.
 
     Returns:
-        The total with its graph, and the sums of the losses named by :meth:`engine.losses.objective.Objective.parts`,
-        with ``learnable.router`` also of the router's auxiliary loss.
+        The total with its graph, and the sums of the losses named by :meth:`engine.losses.objective.Objective.parts`
+        and, with ``learnable.router``, of the router's auxiliary loss.
     """
     head = session.head
     assert head is not None, "losses need a session for training"

@@ -74,7 +74,8 @@ def build_model(
 
     Raises:
         RankError: on every rank: there is no config.json, the checkpoint, its MoE layout or ``attn_implementation`` is
-            not supported, the model needs code that is not allowed, or ``dtype`` contradicts ``ds_config`` or model.
+            not supported, the model needs code that is not allowed, ``dtype`` contradicts ``ds_config`` or model, tied
+            weights are separate parameters, or rotary frequencies are not fp32.
     """
     path = Path(path)
     with errors_on_all_ranks(Exception):
@@ -159,7 +160,7 @@ def check_rotary_buffers(model: nn.Module) -> None:
 
 
 def _check_dtype(config: PretrainedConfig, ds_config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Raise if ``dtype`` is not the engine's dtype for parameters, or if the model does not run in ``dtype``."""
+    """Raise ValueError if ``dtype`` is not the engine's dtype for parameters, or the model does not run in it."""
     if dtype != torch.float32 and config.model_type in FP32_ALONE:
         alone = f"transformers runs {config.model_type} in fp32 alone"
         raise ValueError(f"{config.name_or_path}: {alone}: set model.dtype to float32")
@@ -177,8 +178,8 @@ def _check_dtype(config: PretrainedConfig, ds_config: dict[str, Any], dtype: tor
 
 def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -> PretrainedConfig:
     """Read the configuration of the checkpoint in ``path``; the result has no quantization_config. ``rotated``: accept
-    a quantized checkpoint with input rotations (``transform_config``), otherwise an error. Raises ValueError if the
-    checkpoint is not supported, or needs Python code that ``trust_remote_code`` does not allow."""
+    a quantized checkpoint with input rotations (``transform_config``), otherwise an error. Raises ValueError if there
+    is no config.json, the checkpoint is not supported, or it needs Python code that ``trust_remote_code`` forbids."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a Hugging Face checkpoint")
@@ -209,7 +210,7 @@ def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -
 
 @contextmanager
 def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Put every parameter registered inside the block on the meta device, in ``dtype``; buffers do not change."""
+    """Put all parameters registered inside the block on the meta device, floats in ``dtype``; buffers stay as is."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -231,7 +232,8 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Move buffers to ``device``; they keep their dtype, except those that the model's class lists as fp32."""
+    """Move buffers to ``device``, in place; they keep their dtype, except those that the model's class lists as fp32.
+    Raises ValueError for a buffer on the meta device: it was computed from a parameter."""
     zero.upcast_named_buffers(model, dtype)
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -1,7 +1,7 @@
 """Output for people, on rank 0: progress of long jobs, and numbers of any size.
 
-On a terminal a job has a bar. In a log file it has a plain line after ten seconds, and then every half minute. Both
-also come while one part of the job lasts long, such as its first one.
+On a terminal a job has a bar. In a log file it has a plain line after ten seconds, and then every half minute. Bar and
+lines are also written during a long part of the job, such as its first.
 """
 
 import math
@@ -20,7 +20,7 @@ from model.ranks import is_main
 FIRST_SECONDS, SECONDS = 10.0, 30.0
 """Time to the first line in a log file, and between two lines. A job that ends earlier writes none."""
 BEAT_SECONDS = 1.0
-"""Time after which a bar is drawn again if no part of the job has ended."""
+"""Interval at which a thread checks if a bar is due to be drawn."""
 
 
 class _Bar(tqdm):

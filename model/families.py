@@ -57,9 +57,9 @@ def class_names(config: PretrainedConfig) -> list[str]:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return transformers' class of a checkpoint: the class named by ``architectures`` of its config.json, or, if
-    transformers has no such class, its default class of this model type; None if transformers does not know the model
-    type (remote code)."""
+    """Return transformers' class for a configuration: the class that ``architectures`` names, or, if transformers has
+    none of that name for this configuration, its default class of the model type; None if transformers has no class
+    for the model type (remote code). Raises ValueError as :func:`class_names`."""
     for name in class_names(config):
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and type(config) is named.config_class:

@@ -28,7 +28,7 @@ from quant import QuantLinear
 from quant.packed_weight import as_weight
 
 Task = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""maps hidden states [B, T, H], weight [V, H], bias [V] or None to the tensor that the model returns as its logits"""
+"""Function from hidden states [B, T, H], weight [V, H] and bias [V] or None to what the model returns as its logits."""
 
 # Names in configurations for operations on logits after lm_head. None disables each.
 CAPS = (

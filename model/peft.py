@@ -81,8 +81,8 @@ class PeftSource:
 
 def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]) -> PeftSource:
     """Read the configuration, keys and shapes of an adapter in the folder ``directory``, not its values. Raises
-    ValueError, naming file and key, if there is no adapter, if its kind is unsupported, or if it has a module that is
-    not in ``linears`` (names of modules of ``model``, some of which it may lack)."""
+    ValueError, naming file and key, if there is no readable adapter, if its kind is unsupported, if A, B or ``r`` do
+    not match, or if it has modules that are not in ``linears`` (names in ``model``; an adapter may have only some)."""
     if not (config_file := directory / CONFIG).is_file():
         raise ValueError(f"{config_file} does not exist, expected the folder of an adapter")
     config = read_json_object(config_file)
@@ -125,8 +125,8 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
 
 
 def _problems(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the reasons why an adapter of this configuration is not supported: it is not ``scaling * B A``, or
-    unreadable."""
+    """Yield the reasons why an adapter of this configuration is not supported: it computes something else than
+    ``scaling * B A``, or a value is invalid."""
     if config.get("peft_type") != "LORA":
         yield f"peft_type is {_short(config.get('peft_type'))}, expected 'LORA'"
     for key, value in config.items():
@@ -162,7 +162,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
-    """Compute the factor by which peft multiplies the adapter of a module."""
+    """Compute the factor by which peft multiplies the adapter of a module. Raises ValueError if r is not ``rank``."""
 
     def own(key: str, default: float) -> float:
         patterns: dict[str, float] = config.get(key) or {}
@@ -191,8 +191,8 @@ class PeftFolder:
     Attributes:
         tensors: tensors by key in the file; empty on all ranks except rank 0.
         config: contents of adapter_config.json.
-        base: digest of the checkpoint that the adapter was trained on; a run that starts from the adapter compares it
-            with its own base.
+        base: digest of the checkpoint that the adapter was trained on; a run that starts from the adapter must have a
+            base with this digest.
     """
 
     tensors: dict[str, Tensor]
@@ -282,7 +282,7 @@ def _targets(chosen: set[str], linears: list[str], *, whole: bool) -> list[str]:
     return sorted(ends) if whole and meant == chosen else sorted(chosen)
 
 
-LOST = 0.1  # relative to an adapter's norm: more than rounding loses, less than over- and underflow lose
+LOST = 0.1  # error relative to a factor's norm: larger than that of rounding, smaller than that of over- and underflow
 
 
 def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
@@ -297,7 +297,8 @@ def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
 
 @torch.no_grad()
 def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
-    """Merge the adapter into elements ``[start, stop)`` of the weight, with the bits of a merge of the whole weight."""
+    """Return a copy of elements ``[start, stop)`` of the weight with the adapter merged, with the same bits as in
+    a merge of the whole weight; a collective."""
     adapter, own = layer.adapter, local_data(layer.weight)
     assert adapter is not None
     if isinstance(adapter, DecoupledScale):

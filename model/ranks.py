@@ -31,7 +31,7 @@ OF_DISKS = (
     *(errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
     *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV, errno.ENOENT),
 )
-# As gloo and NCCL report it.
+# Texts by which gloo and NCCL report that another rank has ended.
 _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
 
 
@@ -40,7 +40,7 @@ class RankError(RuntimeError):
 
 
 NOTICE_SECONDS = 60.0
-"""Time after which a rank that waits for others to start says which."""
+"""Time after which a rank that waits for others to start prints which ones are missing."""
 _ALL = "all"
 _CHECK = (
     "check that WORLD_SIZE is the number of processes that you started, that no other rank has ended, and that every "
@@ -58,8 +58,8 @@ def meet(patience: timedelta) -> dist.Store | None:
         patience: time to wait. After ``NOTICE_SECONDS`` each rank prints which ranks are missing.
 
     Returns:
-        The store that the ranks joined; None with a single rank. Rank 0 serves it while the object exists, also to
-            torch's process group.
+        The store that the ranks joined; None with a single rank. Unless torchrun's agent serves it, rank 0 does while
+            the object exists, also to torch's process group.
 
     Raises:
         RankError: on every rank that has started: ranks are missing after ``patience`` (the text names them), or two
@@ -107,7 +107,7 @@ def meet(patience: timedelta) -> dist.Store | None:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Return True if a process listens at an address; torch's store would report each attempt in 30 lines."""
+    """Return True if a process listens at an address; torch's store would print 30 lines for each failed attempt."""
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError:
@@ -116,16 +116,16 @@ def _answers(host: str, port: int) -> bool:
 
 
 class _Alone:
-    """Plain flag of :func:`alone`."""
+    """Flag that :func:`alone` sets."""
 
     now = False
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Make this process rank 0 of 1 inside the block, for all functions of this module but :func:`meet` and
-    :func:`shut_down`. These functions then run no collective, so one rank of the process group can write files without
-    the others."""
+    """Make this process rank 0 of 1 inside the block, for all functions of this module except :func:`meet`,
+    :func:`local_world_size` and :func:`shut_down`. They then run no collective, so one rank of the process group can
+    write files without the others."""
     _Alone.now = True
     try:
         yield
@@ -191,9 +191,9 @@ def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.
 
 
 def shut_down() -> None:
-    """Close the process group when all ranks are done; otherwise NCCL warns and gloo may abort at exit. All ranks first
-    wait for each other once more, as gloo reports a lost connection to a peer that has not yet returned from the last
-    collective; it does not matter if a peer has already left this last barrier."""
+    """Close the process group, if any, when all ranks are done; otherwise NCCL warns and gloo may abort at exit. A
+    collective: all ranks first meet in a barrier. If one closed while a peer had not yet returned from the last
+    collective, gloo would report a lost connection to that peer; in the barrier itself this error is ignored."""
     if dist.is_initialized():
         with suppress(RuntimeError):
             dist.barrier()

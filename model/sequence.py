@@ -1,7 +1,7 @@
-"""Share rows among ranks (``parallel.sequence``): N neighboring ranks each compute a part of the tokens of one row.
+"""Sequence parallelism (``parallel.sequence``): N neighboring ranks each compute a part of the tokens of one row.
 
 All layers but attention work on single tokens. Attention needs whole rows, but its heads are independent. So around the
-model's own attention function, two exchanges of all ranks with all (DeepSpeed-Ulysses, Jacobs et al. 2023) turn
+model's own attention function, two all-to-all exchanges (DeepSpeed-Ulysses, Jacobs et al. 2023) turn
 
     queries, keys, values   [batch, all heads, own tokens, D]   into   [batch, heads / N, all tokens, D]
     result                  [batch, all tokens, heads / N, D]   into   [batch, own tokens, all heads, D]
@@ -14,7 +14,7 @@ model's forward. Position ids, by which RoPE rotates, and masks are those of the
 with the mask function of the attention implementation, and the function registered here calls the model's own for the
 whole row. Boundaries of packed samples are found in the whole row, too.
 
-Gradients need nothing more: ZeRO sums them over all ranks anyway, and each rank has other tokens.
+Gradients need nothing more: ZeRO sums them over all ranks anyway, and the N ranks have different tokens.
 
 Layers that mix tokens elsewhere (a recurrence, a convolution, an indexer) would compute wrong values without an error:
 :mod:`engine.session.probes` compares each model with itself on whole rows at the start of a run.
@@ -56,7 +56,7 @@ class _Row:
         own: slice of this rank's tokens.
         positions: [B, T].
         mask: [B, T] bool, or None; a finished mask [B, 1, T, T] is used as it is.
-        packed: [B, T], index of the sample of each token; None if no row has several.
+        packed: [B, T], index of the sample of each token; None if no row has several, or a mask was given.
         masks: address, shape and strides of the masks that attention may use.
     """
 
@@ -111,8 +111,8 @@ class SharedRows:
             model.set_attn_implementation(name)
 
     def share(self, length: int, index: int | None = None) -> slice:
-        """Return which tokens of a row of ``length`` tokens the rank ``index`` computes, of those that share the row;
-        by default, this rank."""
+        """Return the slice of a row's ``length`` tokens that one of the ranks sharing the row computes: rank ``index``
+        (from 0) of them, by default this rank."""
         index = self.index if index is None else index
         return slice(length * index // self.ranks, length * (index + 1) // self.ranks)
 
@@ -150,7 +150,8 @@ class SharedRows:
         model.register_forward_pre_hook(self._take_share, with_kwargs=True)
 
     def _take_share(self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
-        """Cut the inputs of the model's forward to this rank's tokens; keep the whole row for attention."""
+        """Cut the inputs of the model's forward to this rank's tokens; keep the whole row for attention. Raises
+        ValueError for positional arguments or a cache."""
         self._row = None
         if not self.on:
             return None
@@ -190,7 +191,8 @@ class SharedRows:
         allow_is_causal_skip: bool = True,
         **options: Any,
     ) -> Any:
-        """Create the mask of the whole row, as the model's attention implementation does."""
+        """Create the mask of the whole row, as the model's attention implementation does. Raises ValueError if the
+        model wants a mask of other sizes than this rank's tokens."""
         row = self._row
         if row is not None:
             if {q_length, kv_length} != {row.counts[self.index]}:
@@ -229,7 +231,7 @@ class SharedRows:
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Run the model's attention on whole rows and this rank's heads."""
+        """Run the model's attention on whole rows and this rank's heads. Raises ValueError for unsupported inputs."""
         row = self._row
         if row is None:
             return original(module, query, key, value, attention_mask, *args, **options)
@@ -260,7 +262,7 @@ class SharedRows:
         return self._to_tokens(result, row), None
 
     def _whole_option(self, name: str, part: str, given: Any, row: _Row, heads: int) -> Any:
-        """Convert an argument of an attention function to all tokens and this rank's heads."""
+        """Convert an attention argument to all tokens and this rank's heads. Raises ValueError for unknown tensors."""
         if not isinstance(given, Tensor):
             return given
         if part == "position_ids" and given.shape[-1] == row.counts[self.index]:
@@ -295,7 +297,7 @@ class SharedRows:
 
 
 class _Exchange(torch.autograd.Function):
-    """Autograd function that sends consecutive pieces of a flat tensor to all ranks of a group."""
+    """Autograd function that sends consecutive pieces of a flat tensor, one to each rank of a group (all-to-all)."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, sizes: list[int], received: list[int], group: Any) -> Tensor:
@@ -325,5 +327,5 @@ def _heads(name: str, heads: int, ranks: int) -> str:
 
 @cache
 def shared_rows(ranks: int) -> SharedRows:
-    """Return this process's `SharedRows` for ``ranks``: the same object in every call, for student and teacher."""
+    """Return this process's :class:`SharedRows` for ``ranks``: one object for all calls, so for student and teacher."""
     return SharedRows(ranks)

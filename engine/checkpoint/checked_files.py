@@ -102,7 +102,8 @@ class CheckedFiles(CheckpointEngine):
             path.unlink(missing_ok=True)  # free the space; the checkpoint is lost anyway
 
     def adopt(self, path: Path, target: Path) -> None:
-        """Move into the checkpoint a file that DeepSpeed has written. An ``OSError`` is stored in :attr:`failure`."""
+        """Move ``path``, which DeepSpeed has written, to ``target`` in the checkpoint, with fsync and checksum. An
+        ``OSError`` is stored in :attr:`failure`."""
         try:
             path.rename(target)
             with target.open("rb") as file:

@@ -163,10 +163,10 @@ def _offer(path: Path) -> str:
 
 def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
     """Find the checkpoint to resume from, and refuse it if the recipe changes an option that a resumed run must keep.
-    Raises RecipeError if there is no complete checkpoint, or if these differ: an option that must be kept
-    (:func:`stays`), the base model of adapters, the scheduled events before the checkpoint's step, or the number of
-    rows per step. The position in the data is the step number, so a step must have the same samples on any number of
-    ranks."""
+    Raises RecipeError if there is no complete checkpoint, its recipe or ``best.json`` cannot be read, or these differ:
+    an option that must be kept (:func:`stays`), the base model of adapters, the scheduled events before the
+    checkpoint's step, or the number of rows per step. The position in the data is the step number, so a step must have
+    the same samples on any number of ranks."""
     try:
         found = find_checkpoint(directory, recipe.train.resume)
         best_checkpoint(directory)  # raises if damaged, before the first save reads it
@@ -211,7 +211,7 @@ def without_effect(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[s
 
 
 def no_steps_left(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if the checkpoint has as many steps as the run shall have, or more."""
+    """Yield a warning if the checkpoint has ``train.steps`` steps or more."""
     if checkpoint.step >= recipe.train.steps:
         yield (
             f"warning: {checkpoint.path} has {checkpoint.step} steps, and train.steps is {recipe.train.steps}: no step "
@@ -259,8 +259,8 @@ def _events_before(recipe: Recipe, step: int) -> list[str]:
 
 
 def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) -> list[str]:
-    """Return an error text with the remedy if the number of rows per step has changed, else an empty list. Ranks that
-    share rows count as one."""
+    """Return a list with one error text, which names the remedy, if the number of rows per step has changed, else an
+    empty list. Ranks that share rows count as one."""
     old_world, world = old_world // before.parallel.sequence, world // recipe.parallel.sequence
     was = before.data.micro_batch_size * before.train.gradient_accumulation_steps * old_world
     now = recipe.data.micro_batch_size * recipe.train.gradient_accumulation_steps * world
@@ -286,11 +286,11 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
     """Verify the CRC-32 of every file, and unpickle ``.pt`` files with a restricted unpickler; a collective.
 
     A file that would run code is refused before DeepSpeed opens it. Each rank verifies a share of the files. Raises
-    RankError if a file is damaged, or contains more than tensors and plain values. The text for a damaged file names
-    the last complete checkpoint before this one.
+    RankError on every rank if a file is damaged, or contains more than tensors and plain values. The text names the
+    last complete checkpoint before this one.
     """
     with working(f"checking {checkpoint.path}"), errors_on_all_ranks(OSError, ValueError):
-        # Sorted by size, so that shards of the ranks are about equal.
+        # Sorted by size, so that all ranks read about equally many bytes.
         names = sorted(checkpoint.files, key=lambda name: (checkpoint.files[name][0], name))
         for name in names[rank() :: world_size()]:
             try:
@@ -303,12 +303,13 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
                 raise ValueError(f"{error}{_offer(checkpoint.path)}") from error
 
 
-# Options that a resumed run takes from its new recipe, in the sections that a checkpoint's content depends on. All the
-# other options of these sections must stay: the data cursor is a step, so a step must select the same samples; shapes
-# and types of parameters, scales and optimizer states depend on model, adapter, learnable, the schemes and moments,
-# histograms of observers on input_range; theta corrects a fixed scale or the absmax of each step, with the allowed
-# signs; weights are rotated with inputs; norms that write codes store the scales of the layers behind them under their
-# own names. Losses may change, but the values of the same teacher's weights must not. The seed is in the random states.
+# Options that a resumed run takes from its new recipe, in the sections on which a checkpoint's content depends. All
+# other options of these sections must stay. data: the position is a step, and a step must select the same samples.
+# model, adapter, learnable, schemes and optim.moments: shapes and dtypes of parameters, scales and optimizer states.
+# quant.input_range: histograms of observers. quant.scales_follow_weights and signed_scales: theta corrects a fixed
+# scale or the absmax of each step, with the allowed signs. quant.rotate: weights are rotated with inputs.
+# quant.fuse_norms: norms that write codes store the next layers' scales under their own names. loss.teacher_weights:
+# losses may change, the values of the same teacher's weights must not. train.seed: random states begin with it.
 #
 # Sections that are not here may change: rates, losses, events, output. The number of rows per step and the ZeRO stage
 # have checks of their own.
@@ -330,7 +331,7 @@ MAY_CHANGE: dict[str, set[str]] = {
 }
 
 
-# Of these, options that are read in the first run only.
+# Options of MAY_CHANGE that only a new run reads; a warning says so if they change.
 FIRST_VALUES = ("quant.scales", "quant.init", "adapter.start", "adapter.init")
 
 

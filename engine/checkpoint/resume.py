@@ -65,14 +65,14 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
     """Load a verified checkpoint into the session and the stateful objects; return the optimizer steps done when it was
     written. A collective.
 
-    If the number of ranks is unchanged, DeepSpeed loads the checkpoint, and the whole state is restored. At another
-    number of ranks, masters, moments and scales are restored, observers are merged, and random states are new.
+    If the number of ranks is unchanged, the whole state is restored. At another number of ranks, masters, moments and
+    scales are restored, observers are merged, and random states are new.
 
-    :func:`load_resharded` loads the checkpoint, and the whole state is restored too, if the number of ranks is
-    unchanged, but DeepSpeed 0.19.8 would fail: if the optimizer is or was on NVMe (it would load neither weights nor
-    small groups, engine.py:4456), or if another DeepSpeed file splits the optimizer's flat tensors differently
-    (``sub_group_size``). Raises RankError if the checkpoint does not match the model, lacks the state of a stateful
-    object, belongs to other frozen weights, or has parameters that are not finite.
+    DeepSpeed loads the checkpoint on stage 0 and, on other stages, if the number of ranks is unchanged, except where
+    DeepSpeed 0.19.8 would fail: the optimizer is or was on NVMe (it would load neither weights nor small groups,
+    engine.py:4456), or another DeepSpeed file splits the optimizer's flat tensors differently (``sub_group_size``). In
+    all other cases :func:`load_resharded` loads it. Raises RankError on every rank if the checkpoint does not match the
+    model, lacks the state of a stateful object, belongs to other frozen weights, or has values that are not finite.
     """
     same, left_out = checkpoint.world_size == world_size(), LeftOut(session.model, checkpoint.left_out.keys())
     on_nvme = offloads_to_nvme(session.ds_config) or any(name.endswith(SWAPPED) for name in checkpoint.files)
@@ -90,7 +90,7 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
         _load_engine(session, checkpoint, left_out)
     else:
         use_masters(session.model, session.engine.optimizer)
-    # DeepSpeed writes the partitions of frozen parameters (initial scales), but keeps hpZ's outdated copies of them.
+    # Loading replaces the partitions of frozen parameters (initial scales), but not hpZ's copies of them.
     forget_secondary_copies(session.model)
     weights_changed(session.model)
     check_finite(session.model, f"{checkpoint.path} cannot be continued: its run had diverged, take an earlier one")
@@ -277,7 +277,8 @@ def _load_group(flat: Tensor, state: Any, pieces: list[OptimizerPiece], old_piec
 
 
 def _fill(target: Tensor, begin: int, pieces: list[OptimizerPiece], old_pieces: OldPieces, key: str) -> None:
-    """Copy masters or moments into ``target``, the elements of a flat tensor from ``begin``."""
+    """Copy masters or moments into ``target``, the elements of this rank's flat tensor from ``begin`` on. Raises
+    ValueError if the old files lack some of them."""
     for piece in pieces:
         moved = piece.start - piece.offset  # from a place in the flat tensor to a place in the parameter
         low = max(begin, piece.offset)
@@ -351,9 +352,9 @@ def reseed(seed: int, step: int) -> None:
 
 
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state with which this rank resumes a run of another number of ranks. ``states`` are those in the files
-    ``rank_<r>.pt`` of all old ranks. They are the same on every rank, but for random states, which are not resumed, and
-    the statistics of observers, which :func:`merge_observers` combines."""
+    """Return the state with which this rank resumes a run of another number of ranks. ``states``: contents of the files
+    ``rank_<r>.pt`` of all old ranks. They differ only in random states and pieces, which are not resumed, and in the
+    statistics of observers, which :func:`merge_observers` combines."""
     stateful = states[0]["stateful"]
     quantization = stateful["quantization"]
     seen = [state["stateful"]["quantization"]["observers"] for state in states]

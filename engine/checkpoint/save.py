@@ -231,9 +231,9 @@ def mark_best(directory: Path, step: int, measured: BestMetric | None, *, keep: 
 def _mark(directory: Path, name: str, measured: BestMetric | None) -> Best | None:
     """Mark a checkpoint if its value is below the best checkpoint's; return the checkpoint that is now the best.
 
-    An existing mark is dropped if it is damaged, not finite, of another metric or of one that was computed otherwise,
-    or of an earlier checkpoint of the same step. A value that is not finite is never marked. A failed write is only a
-    warning.
+    A mark that is damaged, not finite, or of an earlier checkpoint of this step is removed. Any finite value replaces a
+    mark of another metric, or of one computed otherwise. A value that is not finite is never marked. A failed write is
+    only a warning.
     """
     best = None
     try:
@@ -262,7 +262,7 @@ def _mark(directory: Path, name: str, measured: BestMetric | None) -> Best | Non
 
 
 def _remove_old(directory: Path, newest: str, keep: int, best: Best | None) -> None:
-    """Remove all checkpoints up to ``newest`` except the last ``keep`` of them and the best one."""
+    """Remove all checkpoints up to ``newest`` except the last ``keep`` of them and the best one, and partial ones."""
     older = [path for path in sorted(directory.glob(STEP_DIRECTORIES)) if path.name <= newest]
     for old in older[:-keep]:
         if best is None or old.name != best.name:
@@ -273,7 +273,7 @@ def _remove_old(directory: Path, newest: str, keep: int, best: Best | None) -> N
 
 
 def _not_written(directory: Path, partial: Path, files: CheckedFiles, error: RankError) -> str:
-    """Remove a partial checkpoint, and return the error text, the same on every rank."""
+    """Remove a partial checkpoint, and return the error text, the same on every rank; a collective."""
     needed = sum(gather_objects(files.bytes))
     text = None
     if is_main():

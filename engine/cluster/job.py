@@ -133,8 +133,8 @@ def _lock(file: IO[str], kind: int) -> bool | None:
 
 
 def _of_a_running_job(path: Path, text: str, *, locks: bool) -> bool:
-    """Tell if an unlocked file belongs to a running job: of another machine, or of any on a file system without locks
-    (``locks`` is False). Its modification time is recent then."""
+    """Tell if a file that no other process seems to lock belongs to a running job: on another machine, or on any if the
+    file system has no locks (``locks`` is False). Wait until the file is renewed (True) or too old (False)."""
     try:
         if json.loads(text)["host"] == socket.gethostname() and locks:
             return False  # a running job of this machine would hold the lock

@@ -260,7 +260,7 @@ def _facts(inputs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _loaded() -> Iterator[tuple[str, str]]:
-    """Yield names with values: of the imported packages the version, of the user's imported Python files a digest."""
+    """Yield name and value of imported modules: the version of a package, a digest of a user's Python file."""
     stdlib = sysconfig.get_path("stdlib")
     for name, module in sorted(sys.modules.items()):
         known = getattr(module, "__dict__", {})  # asking a lazy module would import it
@@ -291,12 +291,11 @@ def tell_other_ranks(error: str, *, shown: bool = False) -> bool:
 
     Every process group starts with an exchange of such errors (:func:`engine.session.context.init_ranks`), so this rank
     joins the group to send its own. If it waits for other ranks longer than ``SHOWN_SECONDS``, it prints the error
-    first, unless it was ``shown``. With a single rank, or if a process group exists already,
-    nothing is sent, and False is returned.
+    first, unless it was ``shown``. With a single rank, or if a process group exists already, do nothing.
 
     Returns:
-        True if the caller should print the error: it was not printed yet, and this is the lowest rank that has it (or
-        no other rank answers).
+        True if the caller should print the error: it was not printed yet, and this is the lowest rank of this machine
+        that has it (or no other rank answers). False if nothing was done.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or dist.is_initialized():
         return False

@@ -12,8 +12,8 @@ at any time, with C tokens per chunk:
     the gradient of the hidden states, and if lm_head trains, its gradient: fp32 while several chunks add to it.
 
 Every loss is a **sum** over valid tokens. ``scale`` multiplies the differentiated total: the loop passes
-world * accumulation / N, N the valid tokens of the whole optimizer step, so that no split into micro-batches or over
-ranks changes the loss (a mean of means would weight tokens by the padding of their micro-batch). Loss weights and
+world * accumulation / N, with N valid tokens in the whole optimizer step, so that no split into micro-batches or over
+ranks changes the loss (a mean of means would give more weight to tokens of micro-batches with fewer). Loss weights and
 ``scale`` multiply the gradient of the logits before it is rounded to the model's dtype. bf16 has the exponent range of
 fp32, but fp16 has less. So in fp16 the loss scale (``gradient_scale``), by which the incoming gradient is multiplied
 anyway, multiplies the gradient of the logits before that rounding, too.
@@ -115,7 +115,7 @@ def chunked_losses(
             GPU.
 
     Raises:
-        ValueError: shapes do not match, or a user's loss does not return one number per token.
+        ValueError: shapes do not match, or a user's loss is not one number per token that depends on the logits.
     """
     objective = objective or Objective()
     positions = (labels.flatten() != IGNORE).nonzero().squeeze(-1) if positions is None else positions
@@ -231,7 +231,7 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the losses: fp32, and fp64 for a model in fp64."""
+    """Return the dtype of the losses: fp32, or fp64 for a model in fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -244,7 +244,7 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
 
 
 class _Projection:
-    """Multiply chunks of hidden states by lm_head, into one buffer: new pages would cost more than the softmax."""
+    """Product of hidden states and lm_head, in one buffer for all chunks: new memory would cost more than softmax."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -261,7 +261,7 @@ class _Projection:
 
 
 def _rows(teacher: Tensor | TopK | None, rows: slice) -> Tensor | TopK | None:
-    """Select rows of the teacher's output: hidden states, the top K of a cache, or None."""
+    """Select rows of the teacher's output: logits, or the top K of a cache; None if there is no teacher."""
     if isinstance(teacher, TopK):
         return TopK(*(tensor[rows] for tensor in teacher))
     return None if teacher is None else teacher[rows]
@@ -341,7 +341,8 @@ class _Gradients:
     """Gradients of hidden states, weight and bias; None if not needed.
 
     The gradient of the hidden states has the model's dtype. The gradients of weight and bias are fp32 until
-    :meth:`times` if several chunks add to them, else in the model's dtype: they are rounded once in both cases.
+    :meth:`times` if several chunks add to them, else in the model's dtype: they are rounded once in both cases (where
+    no GEMM adds to fp32, as on CPU, the weight's also once per chunk).
 
     Attributes:
         shape: shape of the caller's hidden states.
@@ -366,7 +367,7 @@ class _Gradients:
         return cls(flat, of_weight, of_bias, hidden.shape, weight.dtype)
 
     def add(self, rows: Tensor, logits: Tensor, weight: Tensor, positions: Tensor) -> None:
-        """Add the gradients of one chunk to the sums in :attr:`hidden`, :attr:`weight` and :attr:`bias`.
+        """Write the chunk's rows of :attr:`hidden`, and add its gradients to :attr:`weight` and :attr:`bias`.
 
         Args:
             rows: [C, H], input of lm_head.
@@ -395,7 +396,7 @@ class _Gradients:
 
 
 def _add_in_fp32(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` (bf16 or fp16) to ``total`` (fp32)."""
+    """Add ``left @ right`` (bf16 or fp16) to ``total`` (fp32), in place."""
     if _adds_in_fp32(total.device):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -418,7 +419,7 @@ def _adds_in_fp32(device: torch.device) -> bool:
 
 
 def _rows_of_slice(tensor: Tensor) -> int:
-    """Number of rows with about ``SLICE_ELEMENTS`` elements."""
+    """Return the number of rows, at least 1, with at most ``SLICE_ELEMENTS`` elements."""
     return max(1, SLICE_ELEMENTS // max(1, tensor[0].numel()))
 
 

@@ -52,7 +52,7 @@ from torch import Tensor
 KD_KINDS = ("kl", "rkl", "cakld", "kd", "mse", "kl_top_k", "r_kl_top_k")
 TOP_K_KINDS = ("kl_top_k", "r_kl_top_k")
 CACHED_KINDS = ("kl_top_k",)
-"""Kinds possible with a cached teacher, which has only the total mass of tokens outside its own K."""
+"""Kinds possible with a cached teacher: a cache has only the total mass of the tokens outside its top K."""
 
 
 # Distances between student and teacher, measured every ``loss.diagnostics_every`` steps, without weight in the total.
@@ -66,7 +66,7 @@ class Distillation:
     """Kind and options of the distillation loss.
 
     Attributes:
-        kind: ``kl``, ``rkl``, ``cakld``, ``kd``, ``mse``, ``kl_top_k`` or ``r_kl_top_k``; the module defines them.
+        kind: ``kl``, ``rkl``, ``cakld``, ``kd``, ``mse``, ``kl_top_k`` or ``r_kl_top_k``; see the module's docstring.
         temperature: temperature of kind ``kd``; unused by the other kinds.
         top_k: K of ``kl_top_k`` and ``r_kl_top_k``.
         tail: True for one more bucket for all other tokens, in ``kl_top_k`` and ``r_kl_top_k``.
@@ -325,6 +325,6 @@ def _on_top_k(
 
 
 def _log_tail(log_probs: Tensor, indices: Tensor) -> Tensor:
-    """Compute the log-probability [R] of all tokens except ``indices`` together. It is the sum over these tokens: log(1
-    - p(S)) would lose precision by cancellation."""
+    """Compute the log-probability [R] of all tokens except ``indices`` together, as a sum over them: ``log(1 - p(S))``
+    would lose precision by cancellation."""
     return log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)

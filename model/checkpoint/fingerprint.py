@@ -71,7 +71,7 @@ def digest_of_checkpoint(path: str | Path) -> str:
     return _digest_of_checkpoint(str(path), identity(path))
 
 
-@functools.cache  # also each training checkpoint of adapters names its base
+@functools.cache  # every training checkpoint of adapters records the digest of its base
 def _digest_of_checkpoint(path: str, _: Identity) -> str:
     digest = hashlib.blake2b((Path(path) / "config.json").read_bytes(), digest_size=16)
     for name, value in digests(path, "*.safetensors").items():
@@ -137,7 +137,7 @@ def identity(path: str | Path) -> Identity:
 
 
 def _files(path: str | Path) -> list[Path]:
-    """List a file, or the files of a directory by name, without hidden files and ``*.md``; nothing if it is absent."""
+    """List a file, or a directory's files sorted by name, without hidden files and ``*.md``; empty if it is absent."""
     path = Path(path)
     inside = path.iterdir() if path.is_dir() else [path]
     return sorted(

@@ -94,8 +94,8 @@ def load_weights(
 
     Raises:
         RankError: on every rank, naming the tensors: they are missing, unexpected, found twice, of another shape, of a
-            dtype other than bf16, fp16 or fp32, or in a damaged or absent file; tied tensors differ on disk; or weights
-            have NaN or Inf.
+            dtype other than bf16, fp16 or fp32, in a damaged or absent file, or need an unsupported conversion; a
+            packed weight has another format than on disk; tied tensors differ on disk; or weights have NaN or Inf.
     """
     begin = time.perf_counter()
     with errors_on_all_ranks(CheckpointError, OSError):
@@ -112,7 +112,7 @@ def load_weights(
 
 def check_headers(model: PreTrainedModel, path: str | Path) -> None:
     """Check that the files in ``path`` would fill ``model``, whose weights need not be loaded; a collective that reads
-    only headers. Raises RankError for the reasons of :func:`load_weights`, except those about values."""
+    only headers. Raises RankError as :func:`load_weights`, except for problems of values or of packed weights."""
     with errors_on_all_ranks(CheckpointError, OSError):
         _plan(model, Path(path))
 
@@ -239,7 +239,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
             twin = tensors.pop(head)
             copied = [read for read in reads if read.piece.name == table]
             reads += [read._replace(piece=read.piece._replace(name=head), target=twin) for read in copied]
-    if not problems[_CONVERSION]:  # which would make tensors
+    if not problems[_CONVERSION]:  # tensors that a conversion would make are not missing
         missing = missing_keys(names, tensors, layouts)
         problems[_MISSING] += [key for key in missing if not checkpoint.is_damaged(key)]
     lines = [f"file: {problem}" for problem in checkpoint.problems[:20]]

@@ -262,7 +262,7 @@ class Names:
 
     def _find(self, key: str) -> tuple[str, str, str | None]:
         """Return ``key`` renamed, the parameter's name in transformers' model, and the source pattern of the matching
-        converter."""
+        converter, if any."""
         renamed = self.renamed(key)
         name, pattern = rename_source_key(renamed, [], self._converters, self._prefix, self._theirs)
         if name not in self._theirs and key in self._theirs:
@@ -298,8 +298,8 @@ class Names:
         return DiskLayout(shape, (TensorSlice(name, 0, shape),))
 
     def _converted(self, key: str, renamed: str, name: str, pattern: str) -> DiskLayout | None:
-        """Return the layout of ``key`` as a slice of the fused parameter ``name``, according to the matching converter;
-        None for an expert that the model does not have."""
+        """Return the layout of ``key`` as a slice of the fused parameter ``name``, by the converter with the source
+        ``pattern``; None for an expert that the model does not have. Raises UnsupportedConversionError."""
         if key in self._rows:
             return DiskLayout(self._rows[key].shape, (self._rows[key],))
         converter = self._by_pattern[pattern]

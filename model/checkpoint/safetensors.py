@@ -194,7 +194,7 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
 
 
 def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor:
-    """Parse one entry of a header; ``data`` is the first byte of the tensors."""
+    """Parse one entry of a header; ``data`` is the tensors' first byte. Raises ValueError if numbers are invalid."""
     (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
     if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
         raise ValueError(f"{key} has shape {list(shape)} and data_offsets {[begin, end]}, expected integers >= 0")
@@ -209,8 +209,8 @@ def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor
 
 
 def warn_of_zero_tails(directory: Path) -> None:
-    """Warn on rank 0 of checkpoint files whose end is zeros, with more than a tenth of a matrix. Raises CheckpointError
-    if the headers cannot be read.
+    """Warn on rank 0 of checkpoint files that end in zeros, a page or more and over a tenth of a matrix. Raises
+    CheckpointError as :func:`read_headers`.
 
     A file system that lost the end of a file in a crash may fill it with zeros: sizes and headers are right, but the
     weights are lost. A model may have matrices of zeros too (a fresh output of a residual block) and rows of zeros
@@ -248,7 +248,7 @@ def _zeros_at_end(file: Path) -> int:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Read the file name of each key. File names must stay inside the directory."""
+    """Read the file name of each key. Raises CheckpointError for an invalid index or files outside its directory."""
     try:
         index: dict[str, str] = parse_json(file.read_bytes())["weight_map"]
         outside = [name for name in set(index.values()) if Path(name).name != name or name == ".."]

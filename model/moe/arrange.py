@@ -45,10 +45,10 @@ _UNSUPPORTED = "is a mixture of experts that is not supported"
 
 
 def arrange_experts(model: nn.Module, form: Form) -> int:
-    """Replace every fused experts module of a model by a module of ``form``, which ZeRO-3 gathers as a whole, in place;
-    returns the number of replaced modules. With ``stacked`` the weights keep their values; with ``per_expert`` they are
-    new: use it for an empty model only, in a context that creates parameters on the meta device. Raises ValueError,
-    naming the class, if experts have an unknown layout or function, or no router."""
+    """Replace, in place, every fused experts module of a model by a module of ``form``, which ZeRO-3 gathers as a
+    whole; return the number of replaced modules. With ``stacked`` the weights keep their values; with ``per_expert``
+    they are new: use it for an empty model only, in a context that creates parameters on the meta device. Raises
+    ValueError, naming the class, if experts have an unknown layout or function, or no router."""
     found = find_experts(model)
     checked: dict[type, bool] = {}
     for name, fused in found:
@@ -75,7 +75,7 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
 
 
 def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List name and module of the experts that :func:`arrange_experts` would replace."""
+    """List name and module of the experts that :func:`arrange_experts` would replace, or reject as unsupported."""
     counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
     arranged = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, ExpertMLPs))
     return [
@@ -109,8 +109,8 @@ def _gated_of(fused: nn.Module) -> Function | None:
 
 def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: set[int]) -> bool:
     """Return True if ``module`` of ``model`` has several experts in any form; the caller rejects unknown forms.
-    Evidence is the module's name, or its number of equal parts: one of ``counts``, the numbers of experts in the
-    configuration, or the output size of another module of the same block (a router)."""
+    Evidence is the module's name, the names of its 3-D parameters, or its number of equal parts: one of ``counts``, the
+    numbers of experts in the configuration, or the output size of another module of the same block (a router)."""
     if isinstance(module, (ExpertMLPs, QuantLayer)):
         return False
     own = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters(recurse=False)}
@@ -355,8 +355,8 @@ class _Reached(Exception):
 def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden_dim: int) -> list[str]:
     """Find the names, inside ``block``, of the router of ``experts``: children of the block, or its own parameters. The
     gate of shared experts (a Linear with one output) counts as a router, and so do parameters with a value per expert.
-    Parameters may be on the meta device. ``experts`` is called with hidden states, the chosen experts and their
-    weights. Raises ValueError if the block has no router."""
+    Parameters may be on the meta device. If the block's forward cannot be followed (:func:`_by_computation`), routers
+    are the parameters of shape ``[num_experts, hidden_dim]``. Raises ValueError if the block has no router."""
     (own,) = (name for name, module in block.named_modules() if module is experts)
     parameters = {name: value for name, value in block.named_parameters() if not name.startswith(f"{own}.")}
     found = _by_computation(block, experts, parameters, hidden_dim)
@@ -411,8 +411,8 @@ def _by_computation(
 
 
 def _leaves(end: Node, through: Callable[[Node, Node], bool] = lambda node, before: True) -> Iterator[Tensor]:
-    """Yield the leaf tensors from which ``end`` was computed, by autograd's graph. ``through`` gets a node and
-    the node of one of its inputs, and tells if the search goes on there."""
+    """Yield the leaf tensors from which ``end`` was computed, by autograd's graph. ``through`` gets a node and the node
+    of one of its inputs, and returns True if the search continues from that input."""
     seen: set[Node] = set()
     waiting = [end]
     while waiting:

@@ -243,7 +243,7 @@ class ExpertMLPs(nn.Module):
 
         Args:
             hidden_states: ``[T, H]``, or with more dimensions in place of T.
-            top_k_index: [T, K] integers in [0, E]; E means no expert, and is computed as a choice with a weight of 0.
+            top_k_index: [T, K] integers in [0, E]; E means no expert: computed as expert E - 1 with a weight of 0.
             top_k_weights: [T, K], routing weight of each choice.
         """
         shape, hidden_states = hidden_states.shape, hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -209,7 +209,7 @@ class _Tuned:
             local_data(weight).copy_(values)
 
     def _end(self, weights: Sequence[Tensor], thetas: Sequence[Tensor]) -> None:
-        """Write the final values, and restore the switches."""
+        """Write the final values, restore ``requires_grad``, and clear the layers' ``trained``; a collective."""
         self._write(weights)
         with gathered(self._thetas, modifier_rank=0):
             for theta, value in zip(self._thetas, thetas, strict=True):

@@ -1,8 +1,8 @@
 """Run samples through the decoder layers of a model, one gathered layer at a time.
 
-Samples of equal length form batches, since each run of a layer quantizes its weights. All samples run through the whole
-model once, to record the arguments of each decoder layer (masks, positions). From then on a single layer can run on the
-hidden states of all samples.
+Samples of equal length run in one batch, since each run of a layer quantizes its weights. All samples run through the
+whole model once, to record the arguments of each decoder layer (masks, positions). From then on a single layer can run
+on the hidden states of all samples.
 """
 
 import math
@@ -83,7 +83,7 @@ def record(
 ) -> LayerSamples:
     """Run samples through a model, with one of its decoder layers ``blocks`` gathered at a time, and record the layers'
     inputs; a collective. Each batch in ``samples`` is ``input_ids [n, T]``, and False if it is only run, not recorded.
-    Raises RankError on every rank if decoder layers do not run once each, one after the other."""
+    Raises RankError on every rank if a decoder layer runs twice, or its input is not the output of the one before."""
     found, problems = LayerSamples(), dict[str, None]()
     names = {module: name for name, module in blocks.items()}
     inside = {id(parameter) for module in blocks.values() for parameter in module.parameters()}
@@ -142,8 +142,8 @@ def _first(output: Any) -> Tensor:
 
 def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: LayerSamples) -> None:
     """Measure the input scales of a decoder layer's Linears from the inputs' largest magnitudes over all samples, and
-    write them; a collective. Only stored scales (NVFP4: the global scale) without a value from
-    ``quant.initial_input_scale`` are measured; calibration measures them again before training. No observer may be
+    write them; a collective. Only stored scales (NVFP4: the global scale) that are still NaN, set by no file and no
+    ``quant.initial_input_scale``, are measured; calibration measures them again before training. No observer may be
     active. Raises RankError on every rank if inputs have NaN or Inf."""
     there = input_scales(quantization)
     groups = [

@@ -70,8 +70,8 @@ def choose_initial_codes(
             (:mod:`model.ptq_init.blockwise`), rounded up to whole batches; None for GPTQ only.
 
     Raises:
-        RankError: on every rank: the model has no decoder layers, or they do not run once each, one after the other;
-            inputs have NaN or Inf; or the model's dtype cannot represent all values of the codes.
+        RankError: on every rank: no quantized layer is in a decoder layer; a decoder layer runs twice, or not on the
+            output of the one before; inputs have NaN or Inf; or the model's dtype cannot represent all code values.
     """
     blocks = decoder_layers(model, quantization)
     if not blocks:
@@ -173,7 +173,7 @@ def choose_codes(
 
 
 def quantized_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
-    """Yield, in module order, which Linears of the decoder layer ``name`` are quantized together: one set of Linears
+    """Yield, in module order, the Linears of the decoder layer ``name`` that are quantized together: one set of Linears
     with the same input, or, if experts are separate modules, the corresponding set of every expert."""
     schemes = {one: layer.scheme for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
     steps: dict[str, Sets] = defaultdict(list)
@@ -210,7 +210,8 @@ def _zeros(layer: QuantLayer) -> Tensor:
 
 
 def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """Create a hook that adds the inputs of a layer to ``total``, rotated and quantized as for its GEMM."""
+    """Create a hook that adds ``X'X`` of a layer's inputs ``X``, rotated and quantized as for its GEMM, to ``total``;
+    with ``stop`` it then raises :class:`Stop`."""
     block = layer.rotation if isinstance(layer, QuantLinear) else None
     spec = layer.scheme.activations if quantizes_inputs(layer) else None
 
@@ -291,8 +292,8 @@ def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
 
 
 def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
-    """Collect the layer's scales from all ranks; a row that is split over two ranks gets the first rank's scales. A
-    collective."""
+    """Collect the layer's scales from all ranks, fp32 in their shape (with zero points ``[2, *scale shape]``). A row
+    that is split over ranks gets the scales of the rank with its first element. A collective."""
     own = local_data(layer.weight_s0)
     whole = torch.zeros(full_shape(layer.weight_s0), device=own.device)
     for one in found:
@@ -306,7 +307,8 @@ def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
 
 
 def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors: CodeErrors) -> Tensor:
-    """Compute this rank's elements of a Linear, flat: weights that are rounded to the chosen codes."""
+    """Compute this rank's elements of a Linear, flat: weights that round to the chosen codes. Adds to ``errors``.
+    Raises ValueError if the model's dtype cannot represent all values of the codes."""
     spec, weight = layer.scheme.weights, found.weight
     scale = scales if found.before.scale.zero is None else scales[0]
     s0 = found.part.scale(scale, spec)[found.rows].contiguous()

@@ -160,8 +160,8 @@ def source_schemes(
 
     Args:
         model, directory: the model, and its quantized checkpoint.
-        said: weight specs of the recipe's schemes: integers get narrow or full range as the spec among them that is
-            otherwise the same. With None, or without such a spec, the codes decide
+        said: weight specs of the recipe's schemes. A scheme in ``directory`` that differs from one of these specs only
+            in narrow or full range gets the spec's range. With None, or without such a spec, the codes decide
             (:mod:`model.quantized.narrow_range`).
 
     Raises:
@@ -318,7 +318,8 @@ def read_quantized(
 
 
 def _scheme(name: str, rules: Iterable[Rule], spellings: Spellings) -> Scheme:
-    """Find the scheme of the quantized Linear that is called ``name`` on disk."""
+    """Return the scheme of the quantized Linear ``name`` (on disk): the only one in ``rules``, or that of the first
+    matching rule. Raises ValueError if no rule with a scheme matches."""
     schemes = dict.fromkeys(rule.scheme for rule in rules if rule.scheme is not None)
     if len(schemes) == 1:
         return next(iter(schemes))
@@ -341,7 +342,7 @@ def coded_linear(
 ) -> QuantizedTensor:
     """Combine the tensors of the Linear ``name``: its ``codes``, and ``parts`` (scales, zero points, ...) by suffix,
     under ModelOpt's names if ``modelopt``. Raises ValueError if one is missing, has another dtype or shape than
-    ``scheme`` needs, or if the columns of a group are not consecutive."""
+    ``scheme`` needs, if a symmetric scheme has nonzero zero points, or if columns of groups are not consecutive."""
     spec, names = scheme.weights, names_of(scheme) if modelopt else {}
     shape = _shape(codes, parts, spec, reader)
     expected = packed_shapes(shape[1], shape[0], scheme, torch.bfloat16)
@@ -370,7 +371,7 @@ def coded_linear(
 
 
 def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec, reader: Reader) -> tuple[int, int]:
-    """Return the shape ``(out, in)`` of a weight from its codes on disk, which may be packed."""
+    """Return a weight's shape ``(out, in)`` from its codes, maybe packed. Raises ValueError if they are invalid."""
     if len(codes.shape) != 2:
         raise ValueError(f"{codes.key} has shape {list(codes.shape)}, expected two dimensions")
     rows, columns = codes.shape

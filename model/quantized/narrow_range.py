@@ -4,8 +4,8 @@ Kimi-K2.
 A ``quantization_config`` does not distinguish narrow and full range, as readers decode both alike. The codes do
 distinguish them: with full-range scales absmax / 7.5, the largest weight of a group has the code -8 or 7, depending on
 its sign. A sample of the codes is read, the same on every rank: if it lacks the smallest code, but has the next
-smallest and the largest code, the range is narrow. Such a model is trained in narrow range, so that no export has a
-code that the source checkpoint lacks.
+smallest and the largest code 16 times or more each, the range is narrow. Such a model is trained in narrow range, so
+that no export has a code that the source checkpoint lacks.
 
 Narrow range is not detected at 8 bits: the scale absmax / 127.5 is often rounded up in bf16, so that full-range files
 have no -128 either. A recipe can set narrow range in its own scheme.

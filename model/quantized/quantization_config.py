@@ -1,8 +1,8 @@
 """Parse the ``quantization_config`` of a checkpoint's config.json, and reject unsupported configurations.
 
 ModelOpt writes ``hf_quant_config.json``, and newer versions config.json. Both have ``quant_algo``, the excluded layers
-(``exclude_modules``, ``ignore``) as names with the wildcard ``*``, and the quantization of keys and values. Its tensors
-are those of :mod:`quant.formats.modelopt`.
+(``exclude_modules``, ``ignore``) as names with the wildcard ``*``, and the quantization of keys and values. For the
+tensors see :mod:`quant.formats.modelopt`.
 """
 
 import fnmatch
@@ -35,7 +35,7 @@ _LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
 }
 
 
-# Layouts in which checkpoints are written again, by method.
+# Export layouts with the format of a checkpoint, by its ``quant_method``.
 _WRITTEN: dict[str, Layout] = {
     "compressed-tensors": "compressed",
     "fp8": "vllm_fp8",
@@ -51,9 +51,9 @@ def source_layout(directory: Path) -> Layout | None:
 
 
 def rounds_scales(config: Mapping[str, Any]) -> bool:
-    """Return True if a ``quantization_config`` asks readers to round scales of weights and inputs to powers of two, as
-    that of DeepSeek-V3.1 does (``scale_fmt: ue8m0``): vLLM does with DeepGEMM, transformers on a GPU. Training does not
-    round them."""
+    """Return True if a ``quantization_config`` asks readers to round scales of weights and inputs to powers of two
+    (``scale_fmt: ue8m0``, as in DeepSeek-V3.1). vLLM rounds them with DeepGEMM, and transformers on a GPU; training
+    does not."""
     return config.get("scale_fmt") == "ue8m0"
 
 
@@ -81,7 +81,7 @@ def description_file(directory: Path) -> Path:
 
 
 def _find(directory: Path) -> tuple[dict[str, Any] | None, Path]:
-    """Read the ``quantization_config`` as :func:`find_quantization_config`, and return the file that has it too."""
+    """Return the result of :func:`find_quantization_config` and the file that has it (config.json for None)."""
     file, own = directory / "config.json", directory / MODELOPT_FILE
     if not file.is_file() and not own.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
@@ -102,7 +102,7 @@ def _find(directory: Path) -> tuple[dict[str, Any] | None, Path]:
                     "not describe the weights, or download the checkpoint again"
                 )
         return {**said, "quant_method": "modelopt"}, own
-    for name, method in _FILES.items():  # as early AutoGPTQ and AutoAWQ describe the codes beside it
+    for name, method in _FILES.items():  # early AutoGPTQ and AutoAWQ: not in config.json
         if not config and (directory / name).is_file() and any(key.endswith(".qweight") for key in _headers(directory)):
             file, config = directory / name, {"quant_method": method, **read_json_object(directory / name)}
     if not config:
@@ -192,7 +192,7 @@ def rules_of(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Ru
             return fp8_rules(config)
         if method == "modelopt":
             return modelopt_rules(config)
-        if scales_only:  # those of other methods are useless without the codes
+        if scales_only:  # scales of other methods are useless without the codes
             start = "; give this directory as quant.start instead" if method in (*_LAYOUTS, "mxfp4") else ""
             raise ValueError(
                 f"quant_method is {method!r}, whose scales are not read: expected 'compressed-tensors', 'fp8' or "
@@ -324,7 +324,8 @@ def modelopt_rules(config: Mapping[str, Any]) -> list[Rule]:
 
 
 def _rules_of_layers(layers: Mapping[str, Any]) -> list[Rule]:
-    """Create a rule for each algorithm, with one pattern for all experts of a MoE layer: there may be 50,000 names."""
+    """Create a rule for each scheme, with one pattern for all experts of a MoE layer, as there may be 50,000 names.
+    Raises ValueError if experts of a layer have several schemes."""
     schemes: dict[str, Scheme] = {}
     for name, one in layers.items():
         scheme = _algorithm(one, f"{name}: ")
@@ -342,7 +343,7 @@ def _rules_of_layers(layers: Mapping[str, Any]) -> list[Rule]:
 
 
 def _algorithm(config: Mapping[str, Any], of: str = "") -> Scheme:
-    """Read the scheme of a model, or of the layer that the prefix ``of`` names."""
+    """Return the scheme of a model or layer; ``of`` is a prefix of error texts. Raises ValueError if unsupported."""
     name = config.get("quant_algo")
     found = ALGORITHMS.get(str(name).upper())
     if (refused := REFUSED.get(str(name).upper())) is not None:

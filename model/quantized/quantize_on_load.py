@@ -102,7 +102,7 @@ class QuantizeOnLoad:
     def _measured(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Read rows in ``dtype`` (whole blocks, if scales are per block), and measure their scales and zero points."""
+        """Read rows in ``dtype`` (whole blocks) and measure their scales and zero points. Raises as :meth:`scales`."""
         columns = self.shape[1]
         weight = torch.empty((rows.stop - rows.start) * columns, dtype=dtype, device=device)
         reader.read(self.plain, rows.start * columns, weight)
@@ -134,7 +134,7 @@ class QuantizeOnLoadRows(NamedTuple):
 def fill_quantize_on_load_scales(model: nn.Module, quantization: Quantization) -> set[str]:
     """Fill scales and zero points of all weights quantized on load. Returns the owners of the filled scale groups. A
     collective, after the weights are loaded and before ``deepspeed.initialize``. Raises RankError if a file can no
-    longer be read."""
+    longer be read, or has NaN or Inf."""
     owners = set()
     with errors_on_all_ranks(OSError, CheckpointError), Reader() as reader:
         for group in quantization.weight_groups:
@@ -191,9 +191,9 @@ class PackedTensor:
     def values(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(offset, elements)`` of the packed Parameter, which holds the bytes of codes as elements of its dtype
-        ``dtype``: its flat elements [start, start + count), with the offset from ``start``. Raises CheckpointError if a
-        scale is invalid, or if the codes, once decoded to ``dtype``, would quantize to others."""
+        """Yield ``(offset, elements)``, flat, with the offset from ``start``, for elements [start, start + count) of
+        the packed Parameter, in its ``dtype``: they hold the bytes of codes. Raises CheckpointError if a scale is
+        invalid, a code is below a narrow range, or codes decoded to ``dtype`` would quantize to other codes."""
         columns, width = self.coded.shape[1], self.held.row_bytes // dtype.itemsize
         for rows in row_chunks(start // width * columns, -(-(start + count) // width) * columns, columns):
             codes, _ = self.coded.checked_rows(reader, rows, dtype, device)
@@ -206,8 +206,8 @@ class PackedTensor:
 
 def in_codes(read: Any, model: nn.Module) -> Any:
     """Convert a planned read (``_Read`` of :mod:`model.checkpoint.load`) of a packed weight into one that reads packed
-    rows. Raises CheckpointError if the tensor on disk has another number format than the packed weight, or if the read
-    does not consist of whole rows and blocks."""
+    rows. Rows to quantize on load are also recorded in the Parameter's ``made``. Raises CheckpointError if the tensor
+    on disk has another number format than the packed weight, or if the read is not of whole rows and blocks."""
     parameter, piece, source = model.get_parameter(read.piece.name), read.piece, read.source
     held = packed_codes(parameter)
     assert held is not None

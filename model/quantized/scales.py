@@ -107,8 +107,8 @@ def take_scales(
 def _taken(
     model: PreTrainedModel, quantization: Quantization, coded: Mapping[str, QuantizedTensor]
 ) -> dict[str, list[QuantizedTensor]]:
-    """Find the scale groups of weights of which every Linear is quantized in the files with the model's scheme: Linears
-    on disk by the group's owner."""
+    """Return, by owner, the Linears on disk of the scale groups of weights whose Linears are all quantized in the files
+    with the model's scheme; of groups under one global scale all or none."""
     found = {}
     for group in quantization.weight_groups:
         parts = [part for name in group.members for part in linears_of(name, quantization.layers[name])]
@@ -124,7 +124,7 @@ def _taken(
 
 
 def _check_packed(quantization: Quantization, taken: Iterable[str], merged: Sequence[str]) -> None:
-    """Reject packed weights that would not get the file's scales: their codes would decode to other weights."""
+    """Raise ValueError for packed weights that would not get the file's scales, and so decode to other weights."""
     layers, groups = quantization.layers, (*quantization.weight_groups, *quantization.global_groups)
     weights = {group.owner for group in quantization.weight_groups}
     other = [group for group in groups if group.owner in merged or group.owner in weights - {*taken}]
@@ -155,7 +155,7 @@ def _is_fine(spec: TensorSpec) -> bool:
 
 
 def _fill_fine(quantization: Quantization, taken: Mapping[str, Sequence[QuantizedTensor]]) -> None:
-    """Write every scale of a row, group or block, and the zero points, into this rank's range."""
+    """Write this rank's part of the scales per row, group or block of the groups in ``taken``, and of zero points."""
     with Reader() as reader, torch.no_grad():
         for group in quantization.weight_groups:
             if group.owner in taken and _is_fine(group.spec):
@@ -341,7 +341,7 @@ def _chunks(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, reader
 
 
 def _check_codes(quantization: Quantization, linears: ReadLinears, directory: Path) -> None:
-    """Reject codes that do not belong to the loaded weights; a collective."""
+    """Raise RankError on every rank if codes do not belong to the loaded weights or cannot be read; a collective."""
     problems: list[str] = []
     failure: str | None = None
     with Reader() as reader, torch.no_grad():

@@ -79,7 +79,7 @@ def remove_left(out: Path) -> None:
 
 
 def _remove(left: Path) -> None:
-    """Remove a directory if the process that wrote it has ended."""
+    """Remove a directory if the process that wrote it has ended. Raises OSError if that process holds the lock."""
     try:
         lock = open(left / WRITING, "r+")  # noqa: SIM115
     except FileNotFoundError:  # killed just before it was made

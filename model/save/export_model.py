@@ -11,15 +11,15 @@ The plan has two advantages. All ranks know where a shard ends and check there t
 disk is an error on every rank instead of a hang in the next gather. And the number of shards is known at the start, so
 files get their final names immediately.
 
-The directory is written beside its name and renamed when everything in it is on disk (``aside.py``): an interrupted
-export never looks complete.
+The directory has a temporary name until everything in it is on disk (``aside.py``): an interrupted export never looks
+complete.
 
 If an export has the format of the checkpoint that the model was read from, and each layer is quantized as in it, then
-the source's configuration describes the export, too, and is kept. So are the things that training does not determine:
-codes of tensors outside of the model, the names of scales of keys and values, the shape of a single scale (``[]`` or
-``[1]``), the dtype of scales that training has not changed, and several scales of inputs where the model has one.
-Tensors without codes have the source's dtype, too; if the model's dtype has rounded one on loading, its elements that
-training has not changed are written with the source's values.
+the source's configuration describes the export, too, and is kept. The export then also keeps what training does not
+determine: codes of tensors outside of the model, the names of scales of keys and values, and the shape of a single
+scale (``[]`` or ``[1]``). Scales that training has not changed keep their dtype, and input scales that the model has
+merged into one stay separate. Tensors without codes get the source's dtype unless it would round them; if the model's
+dtype has rounded one on loading, its elements that training has not changed are written with the source's values.
 """
 
 import json
@@ -70,12 +70,12 @@ class ExportReport:
     Attributes:
         path: the finished directory.
         files: names of the weight files, in order.
-        tensors: number of tensors in them.
-        bytes: total size of the tensors, without headers.
+        tensors, bytes: number and total size of the planned tensors, without headers. (A GGUF file joins the tensors of
+            experts, and has some tensors in fp32 instead of the planned dtype.)
         seconds: wall time.
         peak_bytes: most bytes of gathered and packed tensors on this rank at a time; counted, not measured. 0 on all
             ranks except rank 0.
-        copied: names of the source's modules that the model lacks, copied unchanged: towers, MTP heads.
+        copied: names of the source's modules that the model lacks and the export has: towers, MTP heads.
     """
 
     path: Path
@@ -116,8 +116,8 @@ def check_plan(
 
 
 def _say_differences(items: Sequence[Item], checkpoint: SourceCheckpoint, source: str | Path) -> None:
-    """Warn of tensors of ``source`` that an export in the source's format would lack and of scales that its readers
-    round, and name the tensors that the model has in a shorter dtype."""
+    """Warn, for an export in the format of ``source``, of scales that readers of ``source`` round and of tensors that
+    the export will lack; also log the tensors that the model's dtype has rounded."""
     if rounds_scales(read_quantization_config(Path(source))):
         say(
             f"warning: {source} asks servers to round scales to powers of two (scale_fmt: ue8m0); training does not "
@@ -139,8 +139,8 @@ def _say_differences(items: Sequence[Item], checkpoint: SourceCheckpoint, source
 def _read_source(
     model: PreTrainedModel, quantization: Quantization | None, source: Path, layout: Layout, *, copied: bool = True
 ) -> tuple[SourceCheckpoint, bool]:
-    """Read the headers of the source, and tell if the export has its format and schemes. Raises ValueError if the
-    layout does not hold the model."""
+    """Return the headers of ``source`` (empty if not ``copied``), and True if the export has the source's format and
+    schemes. Raises ValueError if ``source`` is no supported checkpoint, or ``layout`` cannot store the model."""
     if not (source / "config.json").is_file():
         raise ValueError(
             f"{source} has no config.json: expected the checkpoint directory that the model was built from"
@@ -165,14 +165,14 @@ def export_model(
     trust_remote_code: bool = False,
     copied: bool = True,
 ) -> ExportReport:
-    """Write ``model`` as a checkpoint directory for transformers, vLLM, SGLang or llama.cpp. A collective.
+    """Write ``model`` as a checkpoint directory for the programs that read ``layout``. A collective.
 
     Args:
         model: the model in training, partitioned or not; its parameters are only read.
         quantization: returned by ``quant.replace_layers``. None writes every weight unchanged, without scales: a plain
             checkpoint.
-        source_dir: checkpoint that the model was built from; its configuration, tokenizer and chat template are copied,
-            and its tensors that the model lacks.
+        source_dir: checkpoint that the model was built from. Its tokenizer, chat template and tensors that the model
+            lacks are copied, and its configuration is adapted.
         out_dir: directory to create.
         layout: format of quantized layers, a name in :mod:`quant.formats.layouts`. If ``source_dir`` has this format
             and the same schemes, its configuration is kept (see above).
@@ -184,8 +184,8 @@ def export_model(
 
     Raises:
         RankError: on every rank, and no files are left: the layout cannot express a scheme, config.json names a class
-            that would not find its weights (``loadable.py``), ``out_dir`` is not empty, the disk is full, or a weight
-            or scale is invalid (NaN).
+            that would not find its weights (``loadable.py``), the template is missing or wrong, ``out_dir`` is not
+            empty, the disk is full, or a weight or scale is invalid (NaN).
     """
     begin, source, out = time.perf_counter(), Path(source_dir), Path(out_dir)
     check_finite(model, f"{out} was not written: the model diverged, export an earlier checkpoint")
@@ -294,8 +294,8 @@ def dtypes_on_disk(checkpoint: SourceCheckpoint) -> dict[str, torch.dtype]:
 
 
 def has_dtypes_of(checkpoint: SourceCheckpoint, shapes: Shapes) -> bool:
-    """Return True if every tensor of an export (``shapes``: dtype and shape by key) whose key the source has, too, has
-    the source's dtype."""
+    """Return True if no tensor of an export differs in dtype from the source's tensor of the same key. ``shapes`` has
+    dtype and shape of each tensor of the export, by key."""
     stored = [one for one in (*checkpoint.tensors.values(), *checkpoint.beside.values()) if isinstance(one, DiskTensor)]
     return all(one.key not in shapes or shapes[one.key][0] == one.dtype for one in stored)
 
@@ -354,9 +354,9 @@ def _in_other_dtypes(
 def several_input_scales(
     model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
 ) -> dict[str, DiskTensor]:
-    """Return, by key, the source's input scales to write in place of the model's: of layers that have different ones in
-    the source and share one in the model, if this one is still as computed from them. A collective. Raises RankError
-    if a file cannot be read."""
+    """Return, by key, the source's input scales to write in place of the model's: those of layers that share one scale
+    in the model but have different ones in the source, if the model's is still the one computed from these. A
+    collective. Raises RankError if a file cannot be read."""
     with errors_on_all_ranks(OSError, CheckpointError):
         stored = read_small_scales(model, quantization, checkpoint, {})
     found, changed = [], []

@@ -1,6 +1,6 @@
 """Write a checkpoint's files other than its weights.
 
-For mlx-lm, config.json gets further entries. Files keep the names of the source, which mlx-lm's classes translate,
+For mlx-lm, config.json gets further entries. Tensors keep the names of the source, which mlx-lm's classes translate,
 except those of experts: a layer's experts are one tensor in MLX.
 """
 
@@ -47,7 +47,7 @@ COPIED = (
     "*.py",
     "LICENSE*",
 )
-# Types that mlx-lm reads as another one, in which the text model is a part of a composite model.
+# By model type: the composite type as which mlx-lm reads it, with the text model as a part.
 _COMPOSITE = {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5": "qwen3_5",
@@ -67,12 +67,12 @@ def write_config(
     as_source: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Write config.json: the one of ``source``, with ``dtype`` (None keeps its dtype) and a quantization_config that
-    describes the tensors of ``items``. With ``as_source`` its own quantization_config stays, without ``scale_fmt``
-    where :func:`rounds_scales` is True. For the layout ``modelopt``, also write hf_quant_config.json.
+    """Write config.json: the source's, with ``dtype`` (None keeps the source's) and a quantization_config that
+    describes the tensors of ``items``. With ``as_source`` the source's quantization_config stays, without ``scale_fmt``
+    where :func:`rounds_scales` is True; otherwise the layout ``modelopt`` also gets hf_quant_config.json.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
-    attention implementation) do not leak into it. If nothing is to edit, it is copied.
+    attention implementation) do not leak into it. If nothing changes, the file is copied.
     """
     config = read_json_object(source / "config.json")
     for part in (config, config.get("text_config") or {}):  # composite models may have it there
@@ -107,13 +107,14 @@ def write_config(
 def configuration(
     model: PreTrainedModel, quantization: Quantization, layout: Layout, items: list[Item]
 ) -> dict[str, Any] | None:
-    """Create the ``quantization_config`` of an export, whose tensors are those of ``items``. Return None if the layout
-    needs none.
+    """Create the ``quantization_config`` of an export of ``items`` (for ``modelopt`` the object ``quantization`` of
+    hf_quant_config.json). Return None if the layout needs none.
 
     A module is listed under both names if its names on disk (used by vLLM) and in transformers differ. The text model
     of a composite model has another prefix in every reader (``model.language_model.layers`` on disk and in
-    transformers, ``language_model.model.layers`` in vLLM, which does not translate patterns). So names omit the prefix,
-    and patterns match any prefix. Raises ValueError if an entry of ``ignore`` matches a quantized layer.
+    transformers, ``language_model.model.layers`` in vLLM, which does not translate patterns). So in layout
+    ``compressed`` its names omit the prefix, and patterns match any prefix. Raises ValueError if an entry of ``ignore``
+    matches a quantized layer.
     """
     part = text_part(model)
     anywhere = bool(part) and layout == "compressed"
@@ -176,8 +177,8 @@ def configuration(
 
 
 def _copied(model: PreTrainedModel, layout: Layout, items: list[Item]) -> list[str]:
-    """List the modules that are copied although the model does not have them, in the spelling of the layout's
-    readers."""
+    """List the copied modules, which the model lacks, by the names that the layout's readers use: on disk and in
+    transformers, or for ``vllm_fp8`` the names of their Linears."""
     if layout == "vllm_fp8":  # its readers only know whole names of Linears
         plain = [item.copied for item in items if item.copied and len(item.copied.shape) == 2]
         return [tensor.key.removesuffix(".weight") for tensor in plain if tensor.key.endswith(".weight")]

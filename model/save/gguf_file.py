@@ -1,8 +1,8 @@
 """Plan and write a GGUF file for llama.cpp, tensor by tensor.
 
 llama.cpp uses its own names and stores all experts of a layer in one tensor. For Llama it interleaves the rows of the
-two halves of each head of q and k, for its RoPE. Norms, biases and routers are fp32; other unquantized tensors keep the
-model's dtype. Every tensor of the plan has its own offset, so no tensors are collected in memory.
+two halves of each head of q and k, for its RoPE. Norms, biases, routers and convolutions are fp32; other unquantized
+tensors keep the model's dtype. Every tensor of the plan has its own offset, so no tensors are collected in memory.
 
 Metadata and vocabulary come from a template, a file that llama.cpp's own converter wrote for the base model. Its list
 of tensors is compared with the plan, so that missing and foreign tensors are detected.
@@ -45,7 +45,7 @@ from quant.formats.gguf import SIZES, TENSOR_SCALE, block_type
 
 GGUF_FILE = "model.gguf"
 _PLAIN = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-# Entries that are written new, or that describe the template's own weights.
+# Keys of the template's metadata that the writer sets itself, or that describe the template's weights.
 _NOT_COPIED = (
     "GGUF.",
     "general.architecture",
@@ -54,7 +54,7 @@ _NOT_COPIED = (
     "split.",
     "quantize.",
 )
-# llama.cpp's values of entries about positions that a file lacks.
+# Values that llama.cpp uses where a file lacks metadata about positions.
 _POSITIONS = {
     "rope.freq_base": 10000.0,
     "rope.freq_base_swa": 10000.0,
@@ -128,8 +128,8 @@ def without_towers(model: PreTrainedModel, items: list[Item]) -> list[Item]:
 
 def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | None) -> GGUFPlan:
     """Map every tensor of the plan's ``items`` to a GGUF file; ``template`` is a GGUF file of the base model. Raises
-    ValueError if ``template`` is None or belongs to another model; or if the plan has tensors that a GGUF file cannot
-    store, or lacks tensors of the template: the message names the first of them."""
+    ValueError if llama.cpp does not support the model, ``template`` is None, no GGUF file or of another model, or the
+    plan has tensors that a GGUF file cannot store, or lacks tensors of the template (the message names some)."""
     architecture = architecture_of(model.config).name
     if template is None:
         raise ValueError(
@@ -150,7 +150,7 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
 
 
 def _tensors(model: PreTrainedModel, items: Iterable[Item], architecture: str) -> dict[str, GGUFTensor]:
-    """Plan the tensors by name."""
+    """Plan the tensors by llama.cpp's names. Raises ValueError for tensors that the file cannot store."""
     names = GGUFNames(model.config)
     found: dict[str, GGUFTensor] = {}
     nowhere = []
@@ -207,7 +207,8 @@ def _kind(item: Item, name: str, key: str, dtype: torch.dtype, shape: tuple[int,
 
 
 def _check_tensors(plan: GGUFPlan, path: Path, *, tied: bool) -> None:
-    """Raise ValueError unless a file has all tensors of its template, of the same shapes, and no others."""
+    """Raise ValueError unless the plan has all tensors of the template ``path``, in the same shapes and with all
+    experts, and no others except scales of NVFP4. ``tied``: ``output.weight`` may be missing."""
     expected = {one.name: in_file([int(size) for size in reversed(one.shape)]) for one in plan.template.tensors}
     if tied and "output.weight" not in plan.tensors:
         expected.pop("output.weight", None)  # copy of the embeddings, which llama.cpp uses if it is absent
@@ -250,7 +251,7 @@ class GGUFWriter(ShardWriter):
             raise
 
     def write(self, key: str, tensor: Tensor) -> None:
-        """Write the checkpoint's tensor ``key``, converted to the dtype and the order of rows that the file has."""
+        """Write the plan's tensor ``key``, converted to the dtype, the values and the order that the file has."""
         places = self._places[key]
         for (part, planned), values in zip(places, split(tensor, key, len(places)), strict=True):
             ordered = planned.place.to_file(values).to(planned.dtype)
@@ -258,13 +259,13 @@ class GGUFWriter(ShardWriter):
 
 
 def _part(name: str, index: int) -> str:
-    """Return the name of an expert's part of a tensor in messages."""
+    """Return the key of part ``index`` of the tensor ``name``, for offsets and messages."""
     return f"{name}[{index}]"
 
 
 def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
-    """Build the first bytes of the file (header and metadata), the offset of each tensor or expert's part, and the file
-    size. ``scratch`` is a temporary file, which is removed."""
+    """Return the first bytes of the file (header and metadata), the offset of each part by :func:`_part`, and the file
+    size. ``scratch`` is the path of a temporary file, which is removed."""
     gguf = gguf_package()
     writer = gguf.GGUFWriter(scratch, plan.architecture)
     _copy_metadata(plan.template, writer)
@@ -330,7 +331,8 @@ def _value_of(template: Any, key: str) -> Any:
 
 
 def _check_template(template: Any, path: Path, config: PretrainedConfig) -> None:
-    """Raise ValueError if the template's metadata has another architecture, other sizes or another vocabulary."""
+    """Raise ValueError if the template's metadata has another architecture, other sizes, another positional encoding or
+    another number of tokens."""
     architecture, found = architecture_of(config).name, _value_of(template, "general.architecture")
     problems = []
     if found != architecture:
@@ -388,7 +390,7 @@ def _other_positions(template: Any, architecture: str, config: PretrainedConfig)
 
 
 def _copy_metadata(template: Any, writer: Any) -> None:
-    """Copy the template's metadata to a ``gguf.GGUFWriter``, except entries about its own weights."""
+    """Copy the template's metadata to a ``gguf.GGUFWriter``, except keys that begin as in :data:`_NOT_COPIED`."""
     array = gguf_package().GGUFValueType.ARRAY
     for name, entry in template.fields.items():
         if not name.startswith(_NOT_COPIED):

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from model.save.plan import EXPERT
 
-ROPE_FREQS = "rope_freqs.weight"  # computed by the converter from config.json (Llama 3); copied
+ROPE_FREQS = "rope_freqs.weight"  # computed by the converter from config.json (Llama 3, Gemma 4); copied
 
 
 _SILU: dict[str, Any] = {"hidden_act": "silu"}
@@ -20,7 +20,7 @@ _GELU: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
 
 
 class Architecture(NamedTuple):
-    """How llama.cpp stores and computes a model type of transformers.
+    """Form in which llama.cpp stores and computes a model type of transformers.
 
     Attributes:
         name: llama.cpp's name.
@@ -63,12 +63,12 @@ def _gemma4(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _interval(layers: list[str]) -> int:
-    """Return the number of the first layer, from 1, that attends to all positions."""
+    """Return the number, from 1, of the first layer with full attention; the number of layers + 1 if none has it."""
     return [*layers, "full_attention"].index("full_attention") + 1
 
 
 def _qwen3_5(config: PretrainedConfig) -> dict[str, Any]:
-    """Return metadata of Qwen3.5: sizes of its linear attention, and the part of each head that positions turn."""
+    """Return metadata of Qwen3.5: sizes of its linear attention, and the number of rotary dimensions of a head."""
     return {
         "full_attention_interval": _interval(config.layer_types),
         "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
@@ -81,7 +81,7 @@ def _qwen3_5(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _lfm2(config: PretrainedConfig) -> dict[str, Any]:
-    """Return metadata of LFM2: layers of convolutions have no heads of keys."""
+    """Return metadata of LFM2 or its MoE: convolution layers have 0 key heads."""
     values = {
         "attention.head_count_kv": [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types],
         "attention.layer_norm_rms_epsilon": config.norm_eps,
@@ -115,10 +115,10 @@ ARCHITECTURES = {
     "lfm2_moe": Architecture("lfm2moe", fixed=_LFM2_MOE, values=_lfm2),
 }
 
-# Models with towers, whose text model is one of these. Their towers are in a file of their own (mmproj).
+# Models with towers, whose text model is in ``ARCHITECTURES``. llama.cpp has their towers in a separate file (mmproj).
 COMPOSITE = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
 
-# Names that differ from those in llama.cpp's table, beside experts.
+# Parts of names that differ from those in llama.cpp's table of names.
 _SPELLED = {
     ".linear_attn.dt.bias": ".linear_attn.dt_proj.bias",
     ".expert.bias": ".expert_bias.bias",
@@ -182,8 +182,8 @@ class GGUFPlace(NamedTuple):
         return tensor.float() + self.offset if self.offset else tensor
 
     def part_of(self, data: Any) -> Any:
-        """Return the part at this place of ``data``, a whole tensor's array in the file: the [out, in] of one expert's
-        part, or all of ``data`` outside of experts."""
+        """Return the part of ``data``, the array of a whole tensor in the file, at this place: ``[out, in]`` of one
+        expert's part, or all of ``data`` outside of experts."""
         if self.expert is None:
             return data
         return data.reshape(len(data) * self.per_expert, -1, data.shape[-1])[self.expert]
@@ -199,7 +199,7 @@ class GGUFPlace(NamedTuple):
 
 
 class GGUFNames:
-    """Map keys of a checkpoint to tensors of a GGUF file.
+    """Mapping from the keys of a checkpoint to tensors of a GGUF file.
 
     Args:
         config: configuration of the model.
@@ -247,7 +247,7 @@ class GGUFNames:
         return [place._replace(name=name, offset=offset) for name, offset in zip(names, offsets, strict=True)]
 
     def _order(self, key: str) -> GGUFPlace:
-        """Return a place without a name that has the order of rows and columns."""
+        """Return a place without a name that has ``rows``, ``columns`` and ``negative`` of the tensor ``key``."""
         config, end = self._config, re.search(r"\.(q|k)_proj\.(weight|bias)$", key)
         if self._architecture == "llama" and end is not None:
             heads = config.num_attention_heads if end[1] == "q" else config.num_key_value_heads
@@ -264,12 +264,12 @@ class GGUFNames:
 
 
 def _interleaved(heads: int, rows: int) -> Tensor:
-    """Return the rows of q or k in llama.cpp's Llama, which interleaves both halves of each head."""
+    """Return the order of the rows of q or k in llama.cpp's Llama, which interleaves both halves of each head."""
     return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
 
 
 def _transposed(shape: tuple[int, int], kept: int, rows: int) -> Tensor:
-    """Return the rows of heads ``shape`` in the transposed order, after the first rows, which are ``kept``."""
+    """Return an order of rows: the first ``kept`` unchanged, then those of a matrix ``shape`` of heads, transposed."""
     heads = torch.arange(kept, rows).view(*shape, -1).transpose(0, 1).flatten()
     return torch.cat([torch.arange(kept), heads])
 
@@ -282,7 +282,7 @@ def in_file(shape: Sequence[int]) -> tuple[int, ...]:
 
 def split(tensor: Tensor, key: str, count: int) -> list[Tensor]:
     """Split the tensor ``key`` of a checkpoint into ``count`` tensors, one for each of its places in a file: every
-    ``count``-th row (of experts' biases: column), or copies of a scale with one element."""
+    ``count``-th row (of experts' biases: column), or ``count`` times the tensor itself if it has one element."""
     if tensor.shape == (1,) or count == 1:  # a scale of both
         return [tensor] * count
     dim = int(key.endswith("_bias"))

@@ -1,17 +1,17 @@
 """Check that the programs that read an export support its model, and find all its tensors.
 
-:func:`check_support` knows which models and schemes a layout, and the program that reads its files (ExecuTorch, mlx-lm,
-...), supports.
+:func:`check_support` checks that a layout, and the program that reads its files (ExecuTorch, mlx-lm, ...), support the
+model and its schemes.
 
 :func:`check_loadable` checks that the class in a checkpoint's config.json finds all its tensors in the checkpoint, and
 no others. The class is built on the meta device, and transformers' own loader loads the planned tensors, on the meta
 device too: renaming, merging experts and concatenating all run, but only on shapes. So any family whose files need a
-layout that the export does not write is detected, without a list of families: before a run from the plan of its export,
-and after the export from the headers of its files. No tensor is read.
+layout that the export does not write is detected, without a list of families, before a run and before the export. After
+the export :func:`check_written` compares the headers of its files with the plan. No tensor is read.
 
 :func:`weights_read` detects classes whose code reads the ``weight`` of packed layers, which compressed-tensors replaces
 by ``weight_packed`` for integer and fp4 codes: during loading, to initialize it (Falcon, NanoChat's ``o_proj``), or in
-their forward (RWKV). Both run on the meta device.
+their forward (RWKV). It runs initialization and forward on the meta device.
 """
 
 import inspect
@@ -222,8 +222,8 @@ def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
 
 
 def _initialized(model: PreTrainedModel, name: str) -> bool:
-    """Return True if transformers' initialization of a layer and its parents reads the layer's ``weight`` (fails
-    without it)."""
+    """Return True if transformers' initialization of a layer and its parents reads the layer's ``weight``: if it fails
+    without the weight, but not with it."""
     parts = name.split(".")
     above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
     holders = [module for module in above if not isinstance(module, PreTrainedModel)]
@@ -283,8 +283,8 @@ def check_support(model: PreTrainedModel, quantization: Quantization, layout: La
 
 
 def _check_dtypes(quantization: Quantization, layout: Layout) -> None:
-    """Raise ValueError for a layer in whose dtype scales are stored, if the reader rounds scales or products of this
-    dtype. GGUF needs no check here: each of its scales is compared with what fp16 holds when it is written."""
+    """Raise ValueError for a layer of a dtype whose scales, or their products with codes, the layout's reader rounds.
+    GGUF needs no check here: packing fails if fp16 does not represent a scale exactly."""
     for name, layer in quantization.layers.items():
         dtype, stored = layer.weight.dtype, layer.scheme.weights.scale_format == "model"
         found = f"{name} is {str(dtype).removeprefix('torch.')}, expected"
@@ -297,8 +297,8 @@ def _check_dtypes(quantization: Quantization, layout: Layout) -> None:
 
 
 def _check_executorch(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Raise ValueError for untested model types, Linears with unquantized inputs, and a quantized embedding tied to
-    lm_head."""
+    """Raise ValueError for untested model types, Linears with unquantized inputs, a quantized embedding tied to
+    lm_head, and layers whose name on disk differs from transformers'."""
     kind = model.config.model_type
     if kind not in EXECUTORCH_MODELS:
         raise ValueError(
@@ -321,8 +321,8 @@ def _check_executorch(model: PreTrainedModel, quantization: Quantization) -> Non
 
 
 def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Raise ValueError for untested model types or RoPE, activations and sliding attention that mlx-lm does not
-    compute, and experts that are not all quantized as stacks."""
+    """Raise ValueError for untested model types or RoPE, activations, orders of layers and sliding attention that
+    mlx-lm does not compute, and experts that are quantized as separate modules or only in part."""
     kind, config = model.config.model_type, model.config.get_text_config()
     if kind not in MLX_MODELS:
         raise ValueError(
@@ -379,7 +379,7 @@ def _check_mlx_rope(kind: str, parameters: dict[str, Any]) -> None:
 
 
 def _check_gpt_oss(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Raise ValueError unless exactly the experts are quantized, all of them, as stacks."""
+    """Raise ValueError unless the quantized layers are exactly the stacks of experts of a gpt-oss model."""
     held = {
         name
         for name, module in model.named_modules()

@@ -112,8 +112,8 @@ def plan_shards(
         inputs: input scales of ``checkpoint``, by key, that are written in place of the model's; None for none.
 
     Raises:
-        ValueError: the layout cannot store a module (experts that share a tensor only on disk, a quantized Conv1D, an
-            adapter of an unquantized layer), or safetensors cannot store the dtype of a copied tensor.
+        ValueError: the layout cannot store a module (experts that transformers reads only as one tensor, a quantized
+            Conv1D, an adapter of an unquantized layer), or safetensors cannot store the dtype of a copied tensor.
     """
     source, beside = checkpoint.tensors, {} if dtypes is None else checkpoint.beside
     names = Names(model, {key: tensor.shape for key, tensor in source.items()})
@@ -156,8 +156,8 @@ def _in_dtypes(
     beside: Mapping[str, DiskTensor],
     dtypes: Mapping[str, torch.dtype] | None,
 ) -> Item:
-    """Give the tensors of an item the shapes and dtypes of :func:`_as_stored`. ``Item.rounded`` gets those whose values
-    in the source do not fit the model's dtype."""
+    """Return ``item`` with the shapes and dtypes of :func:`_as_stored`, and with ``rounded``: the tensors of the source
+    to be written in a dtype that the model's dtype rounds."""
     rounded = {}
     for key, (own, _) in item.shapes.items():
         one, dtype = source.get(key), (dtypes or {}).get(key, own)
@@ -167,8 +167,8 @@ def _in_dtypes(
 
 
 def _as_stored(shapes: Shapes, beside: Mapping[str, DiskTensor], dtypes: Mapping[str, torch.dtype] | None) -> Shapes:
-    """Return keys, shapes and dtypes of the tensors in the form of the source, whose headers are ``beside``: its
-    dimensions of 1 (``[]`` or ``[1]``, ``[out]`` or ``[out, 1]``), DeepSeek's keys of scales, and ``dtypes``."""
+    """Return ``shapes`` in the form of the source: with the dimensions of 1 (``[]`` or ``[1]``, ``[out]`` or
+    ``[out, 1]``) and DeepSeek's keys of scales as in its headers ``beside``, and with ``dtypes`` by key."""
 
     def sides(shape: tuple[int, ...]) -> list[int]:
         return [side for side in shape if side != 1]
@@ -205,7 +205,7 @@ def copied_modules(items: Sequence[Item], spelled: Callable[[str], str] = str) -
 
 
 def _ends(key: str) -> list[int]:
-    """Return where a tensor's key can be cut to name one of its parent modules: lengths, outermost module first."""
+    """Return the lengths of the prefixes of a tensor's key that are names of its parent modules, outermost first."""
     return [index for index, character in enumerate(key) if character == "."]
 
 
@@ -326,8 +326,8 @@ def _copied_items(
     as_source: bool,
 ) -> Iterator[Item]:
     """Yield items of the tensors that the model does not use but readers may: of towers outside of the text model, and
-    of heads for speculative decoding (MTP); without buffers that every reader computes, unless the export is
-    ``as_source``. ``beside`` has codes and scales that may be copied."""
+    of heads for speculative decoding (MTP), with their scales of keys and values; without buffers that every reader
+    computes, unless the export is ``as_source``. ``beside`` has codes and scales that may be copied."""
     owned: dict[str, list[DiskTensor]] = {}
     for key, one in beside.items():
         owned.setdefault(key.rpartition(".")[0], []).append(one)
@@ -359,7 +359,8 @@ def _copied_shapes(tensors: Sequence[DiskTensor]) -> Shapes:
 
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int], twice: Container[str]) -> Item:
     """Create the item of a module whose own parameters and persistent buffers, except scales, are written unchanged.
-    Those that are ``seen``, as they are tied, are left out, unless their key is in ``twice``."""
+    Tied ones, whose ids are in ``seen``, are left out unless their key is in ``twice``; ``seen`` gets the other ids.
+    Raises ValueError for experts that only a fused tensor can store, and for an adapter."""
     _fused(names, name, module, ())  # raises for an expert that only a fused tensor can store
     plain: list[tuple[torch.Tensor, Place]] = []
     if isinstance(module, QuantLayer) and module.adapter is not None:

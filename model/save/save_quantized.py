@@ -1,7 +1,7 @@
 """Write a model that ``quant/prepared.py`` quantized as a checkpoint, without the checkpoint that it was made from.
 
-The configuration, generation configuration and tokenizer are written from memory into a temporary directory, and take
-the place of the source's files in an export of the project's own loop: same plan, same packing, same checks.
+The configuration, generation configuration and tokenizer are written from memory into a temporary directory, which
+:func:`model.save.export_model.export_model` gets as ``source_dir``.
 """
 
 import copy
@@ -36,15 +36,15 @@ def save_quantized(
         model: whole on this rank, without wrappers such as DistributedDataParallel; it is only read.
         directory: directory to create.
         tokenizer: written too, with its chat template; None writes none.
-        layout: format of quantized layers, see :mod:`quant.formats.layouts`; not ``gguf``, which needs a source.
+        layout: format of quantized layers, see :mod:`quant.formats.layouts`; not ``gguf``, which needs a template.
         max_shard_size: bytes of tensors per file.
 
     Returns:
         The summary of the export; None on all ranks but rank 0.
 
     Raises:
-        ValueError: the model is no transformers model, is partitioned, has no quantized layers, has experts in
-            transformers' own modules, or has separate parameters that its configuration ties.
+        ValueError: the model is no transformers model, is partitioned, has no quantized layers or trained only some of
+            them, has experts in transformers' own modules, or has separate parameters that its configuration ties.
         RankError: for the reasons of :func:`export_model`, on rank 0 only.
     """
     if not isinstance(model, PreTrainedModel):

@@ -66,7 +66,7 @@ class ShardWriter:
             raise
 
     def write(self, key: str, tensor: Tensor) -> None:
-        """Write a whole tensor of the planned shape and dtype, in CPU memory; errors as in :meth:`write_part`."""
+        """Write a whole tensor of the planned shape and dtype, contiguous in CPU memory; errors: :meth:`write_part`."""
         if tuple(tensor.shape) != self._shapes[key][1]:
             self._reject(key, tensor, 0)
         self.write_part(key, 0, tensor)

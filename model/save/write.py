@@ -23,7 +23,7 @@ from quant.formats.compressed_tensors import TrainedLinear, cache_scale, dequant
 from quant.formats.layouts import BLOCK_ENDS, linear_tensors
 from quant.rotation import KEY, stored_matrix
 
-# Size of parameters gathered together. Larger batches are slower: a large batch cannot arrive while a small one is
+# Bytes of parameters gathered together. Larger batches are slower: a large batch cannot arrive while a small one is
 # written.
 GATHER_BYTES = 32 * 2**20
 
@@ -84,9 +84,10 @@ def _write_shard(
     progress: tqdm,
     writer: Writers,
 ) -> None:
-    """Write one file; ``shard`` has its items in batches to gather together.
+    """Write one file; ``shard`` has its items in batches to gather together. A collective.
 
-    After an error in packing or writing, rank 0 keeps gathering up to the end of the file, where all ranks stop.
+    After an error in packing or writing, rank 0 keeps gathering up to the end of the file, where all ranks raise
+    RankError.
     """
     output: ShardWriter | None = None
     errors: list[Exception] = []
@@ -167,8 +168,8 @@ def _write_whole(item: Item, key: str, values: Tensor, output: ShardWriter, held
 
 
 def _write_rounded(item: Item, key: str, start: int, values: Tensor, output: ShardWriter, held: BufferedBytes) -> None:
-    """Write contiguous values, which the model has rounded, to the tensor ``key`` from element ``start`` on: each that
-    is still the rounded value of the source as the source's, each other one in the source's dtype."""
+    """Write contiguous ``values`` to the tensor ``key``, from element ``start`` on, in the source's dtype. A value that
+    still equals the source's, rounded to the model's dtype, is written as the source has it."""
     dtype, source = item.shapes[key][0], item.rounded[key]
     with Reader() as reader:
         for own in values.view(-1).split(GATHER_BYTES // dtype.itemsize):
@@ -181,7 +182,8 @@ def _write_rounded(item: Item, key: str, start: int, values: Tensor, output: Sha
 
 
 def _copy(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
-    """Copy a tensor of the source checkpoint to the output, some MiB at a time."""
+    """Copy a tensor of the source checkpoint to the output, some MiB at a time: decoded if it is quantized and
+    ``item.stored`` is empty."""
     assert item.copied is not None
     with Reader(chunk_bytes=GATHER_BYTES) as reader:
         for (key, (dtype, shape)), tensor in zip(item.shapes.items(), item.stored or (item.copied,), strict=True):

@@ -166,7 +166,7 @@ def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, ins
     down, across = _scales_of(part, spec)
     together = part.out_features if spec.granularity == "tensor" else spec.rows_per_scale  # rows that share scales
     index = torch.arange(row, row + len(weight), device=sums.device) // together
-    lacking = together * across - part.in_features if spec.granularity == "block" else 0  # columns of a smaller block
+    lacking = together * across - part.in_features if spec.granularity == "block" else 0  # columns the last block lacks
     for total, product in zip(sums[_TOTALS:].view(-1, down, across), products, strict=False):
         groups = pad(product, (0, lacking)).view(len(weight), across, -1)
         total.index_add_(0, index, groups.sum(-1, dtype=torch.float64))
@@ -211,7 +211,7 @@ def other_weights(sums: Tensor, spec: TensorSpec) -> str | None:
 
 def _refitted(sums: Tensor) -> tuple[float, float]:
     """Compute the squared distance of unclipped weights from their decoded codes: with the given scales, and with the
-    scales that minimize it."""
+    scales (and zero points, if there are any) that minimize it. ``sums`` are those per scale."""
     weights, products, decoded = sums[:3]
     kept = float((weights - 2 * products + decoded).sum())
     if len(sums) > 3:  # and with the best zero points

@@ -67,8 +67,8 @@ class StoredScales(NamedTuple):
 
 
 def read_scales(directory: Path) -> StoredScales:
-    """Read every scale and every zero point in the directory's safetensors files. Raises ValueError if there is no
-    safetensors file, a file is damaged, or a key in two files, or a scale in two spellings, has different values."""
+    """Read every scale, zero point and group index in the directory's safetensors files. Raises ValueError if there is
+    no safetensors file, one is damaged, or a key in two files, or a scale in two spellings, has different values."""
     endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, INPUT_GLOBAL_SCALE, INVERSE, SECOND_SCALE, *CACHE_ENDS)
     stored = StoredScales({}, {}, {}, {})
     for path in scale_files(directory):
@@ -125,8 +125,8 @@ def _add(found: dict[str, Tensor], key: str, value: Tensor, path: Path) -> None:
 
 
 def cache_keys(model: PreTrainedModel, name: str) -> list[str]:
-    """List the possible keys of a KV cache scale in files; the first is used for writing. ``name`` is the name of the
-    quantizer of keys or values in the model, ``<attention>.k_cache`` or ``<attention>.v_cache``."""
+    """List the possible keys of a KV cache scale in files, in the order of ``CACHE_SCALES``. ``name`` is the name of
+    the quantizer of keys or values in the model, ``<attention>.k_cache`` or ``<attention>.v_cache``."""
     attention, _, kind = name.rpartition(".")
     return [module_name_on_disk(model, attention) + ending for ending in CACHE_SCALES[kind]]
 
@@ -154,7 +154,7 @@ class StoredScale:
 
     Attributes:
         key: its key in the files.
-        value: fp32 factor of codes (with a global scale: divided by it); a global scale itself is kept as stored.
+        value: fp32 factor of codes (with a global scale: divided by it), or a global scale in compressed-tensors' form.
         shape: shape that the value must have, ignoring dimensions of size 1.
         zero_points: its zero points, if the scheme has any.
     """
@@ -218,7 +218,7 @@ class ArrangedScales:
 
     Attributes:
         weights, globals, inputs: all scale groups of the model's weights, global scales and inputs (with keys and
-            values); ``layers`` of a group are empty if the files have no scale, or not all scales, for it.
+            values). ``layers`` of a group is empty if the files lack any of its scales (of inputs: all of them).
         expected: all keys that scales of the model's quantized layers and KV cache may have.
         unused: keys in the files of scales of layers that are not quantized in the model.
         linears: Linears of each quantized layer, by the layer's name and then by name on disk.

@@ -40,10 +40,10 @@ def renew_weight_scales(quantization: Quantization, owners: set[str] | None = No
 
 
 def follow_weights(quantization: Quantization) -> None:
-    """Set every weight's s0 to the absmax scale of the current weight, ignoring theta, and the zero points and global
-    scales to those of the current weights; a collective. With a learned theta, ``exp(theta)`` is then the fraction of
-    the range that is kept: learnable weight clipping (OmniQuant, Shao et al. 2024, section 3.2, which has a
-    sigmoid in place of ``exp``)."""
+    """Set every weight's s0 to the absmax scale of the current weight, not divided by ``exp(theta)``, and the zero
+    points and global scales to those of the current weights; a collective. With a learned theta, ``exp(theta)`` is then
+    the fraction of the range that is kept: learnable weight clipping (OmniQuant, Shao et al. 2024, section 3.2, which
+    has a sigmoid in place of ``exp``)."""
     for bucket in scale_buckets(quantization.weight_groups):
         stats = _bucket_stats(quantization, bucket)
         written = [p for group in bucket for p in (group.s0, group.zero) if p is not None]
@@ -141,7 +141,7 @@ def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec
     return total
 
 
-# Scales gathered at a time for measuring or writing. Group scales are 1/32 of the weights' number or fewer.
+# Scales gathered at a time for measuring or writing. The finest preset, NVFP4, has one scale for 16 weights.
 BUCKET_ELEMENTS = 16 * 2**20
 
 
@@ -168,8 +168,7 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
 
 
 def fill_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Do the same as :func:`write_scales`, which describes the arguments, for values that are checked already; a
-    collective."""
+    """Write scales as :func:`write_scales` does, from the same arguments but without checking them; a collective."""
     chosen = [group for group in groups if group.owner in values]
     for bucket in scale_buckets(chosen):
         with gathered([p for group in bucket for p in group.parameters], modifier_rank=0), torch.no_grad():

@@ -112,8 +112,8 @@ def read_source(directory: Path) -> Source | None:
 
 
 def check_source(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales, source: Source) -> None:
-    """Compare the scheme of every layer with the scheme in ``source`` for which its scales were made. Raises ValueError
-    if they differ, or if the model uses scales of keys and values and ``source`` has a problem with the KV cache."""
+    """Compare the scheme of every layer that has scales in the files with its scheme in ``source``. Raises ValueError
+    if they differ, or if the model uses the files' scales of keys and values and ``source`` has a ``kv_problem``."""
     problems: dict[str, list[str]] = {}
     for layer, parts in arranged.linears.items():
         ours = quantization.layers[layer].scheme
@@ -214,7 +214,7 @@ def load_scales(
         model, quantization: the quantized model; the weights are loaded.
         directory: a directory with ``*.safetensors``.
         initial_input_scale: value for activation scales that are in no file; None to set none.
-        inputs_calibrated_later: leave activation scales that are in no file and not set to a later calibration.
+        inputs_calibrated_later: True leaves activation scales that are in no file, and have no initial value, as NaN.
 
     Raises:
         RankError: on every rank: there is no such directory; a file is damaged; a scale has another shape, is zero,
@@ -244,7 +244,7 @@ def load_scales(
     return report
 
 
-# Of weights, global ones, of inputs; by owner.
+# Scales of weights, global scales of weights, and scales of inputs, each by owner of the scale group.
 ScaleValues = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
@@ -254,10 +254,11 @@ def complete(
     initial_input_scale: float | None,
     filled: Collection[str] = (),
 ) -> tuple[ScaleValues, ScaleReport]:
-    """Compute scales from those in the files, measure those of weights that are missing there, and set those of inputs
-    that are missing there to the recipe's initial value, if there is one; a collective. Returns the values for
+    """Compute scales from those in the files, measure scales of weights that the files lack, and give scales of inputs
+    that the files lack the recipe's initial value, if there is one; a collective. Returns the values for
     :func:`write_all`, and the report. ``filled``: owners of groups of weights whose scales are in the model already.
-    Raises ValueError if the initial value would be a global scale."""
+    Raises ValueError, on every rank, if the initial value would be a global scale, and RankError if a weight to measure
+    has NaN or Inf."""
     weights, above, inputs = (
         {scale.group.owner: scale.value() for scale in some if scale.layers}
         for some in (arranged.weights, arranged.globals, arranged.inputs)
@@ -332,7 +333,7 @@ def _missing(scales: list[GroupScale]) -> list[str]:
 def check_stored(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales, directory: Path) -> None:
     """Check the scales of a checkpoint. Raises ValueError if no quantized layer has a scale (for example because of a
     wrong prefix); a scale lacks its global scale or zero points, has another shape, is not finite, zero or negative
-    (integer weights: zero); or zero points are no codes, or not 0 for a symmetric scheme."""
+    (symmetric integer weights: zero); or zero points are no codes, or not 0 for a symmetric scheme."""
     if len(arranged.unused) == len(stored.scales):
         raise ValueError(
             f"{directory} has no scale of a quantized layer: expected keys like {min(arranged.expected)}, "
@@ -449,7 +450,7 @@ class _Member:
         keys: keys of their scales in the files, in the same order.
         codes: weights of the Linears in the files, None if the files only have scales.
         scale, zero: loaded effective scale and zero points.
-        own, own_zero: measured effective scale and zero points.
+        own, own_zero: measured scale, not rounded to the stored format, and zero points.
     """
 
     layer: QuantLayer
@@ -551,7 +552,7 @@ def _members(
     global_scales: Mapping[str, Tensor],
     codes: Mapping[str, FileWeight],
 ) -> dict[str, list[_Member]]:
-    """Collect the layers with a loaded scale, by owner of the scale group, and measure their own scales; a
+    """Collect the layers with a loaded scale, by owner of the scale group, and measure scales of their weights; a
     collective."""
     own = measure_weight_scales(quantization, {scale.group.owner for scale in loaded}, Ranges())
     above = {name: global_scales[group.owner] for group in quantization.global_groups for name in group.members}

@@ -136,8 +136,8 @@ def forward_only(module: nn.Module) -> Iterator[None]:
 
 
 def batches(items: Iterable[_T], size: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:
-    """Split ``items`` into consecutive lists, to be gathered, sent or written together, in each of which ``size(item)``
-    sums to at most ``limit``. An item larger than ``limit`` forms a list of its own."""
+    """Split ``items`` into consecutive lists, to be gathered, sent or written together. In a list, ``size(item)`` sums
+    to at most ``limit``; an item larger than ``limit`` forms a list of its own."""
     batch: list[_T] = []
     total = 0
     for item in items:
@@ -264,7 +264,7 @@ def _finish(works: list[dist.Work]) -> None:
 
 
 def _for_collectives(tensor: Tensor) -> Tensor:
-    """Move ``tensor`` to the GPU if NCCL is used: an offloaded partition is in host memory."""
+    """Move ``tensor`` to this rank's device: an offloaded partition is in host memory, which NCCL cannot send."""
     return tensor.to(get_accelerator().current_device_name())
 
 

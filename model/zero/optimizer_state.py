@@ -45,7 +45,7 @@ from model.zero.parameters import (
     zeros_of_partition,
 )
 
-# DeepSpeed 0.19's own classes that a checkpoint pickles, for any stage and dtype: named plain values.
+# DeepSpeed 0.19's own classes that a checkpoint pickles, for any stage and dtype: their objects hold plain values only.
 CHECKPOINT_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
 
 
@@ -63,8 +63,8 @@ CHECKPOINT_GLOBALS: list[Any] = [*CHECKPOINT_CLASSES, (stage_of, "builtins.getat
 
 
 def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
-    """Zero Adam's moments of single parameters, so that a gradient of 0 leaves these parameters unchanged. No
-    collective. The step count does not change, as it belongs to a whole parameter group.
+    """Zero Adam's moments of single parameters, so that a gradient of 0 leaves these parameters unchanged (up to weight
+    decay). No collective. The step count does not change, as it belongs to a whole parameter group.
 
     Args:
         optimizer: ``engine.optimizer``: DeepSpeed's wrapper of torch's, or torch's own.
@@ -83,7 +83,7 @@ def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
                 if start < stop:
                     safe_set_local_optimizer_state(parameter, zeros_of_partition(parameter), key)
             elif not hasattr(parameter, "_hp_mapping"):
-                # Stage 0: torch's optimizer, on the parameters or (bf16) on an fp32 copy of each. Without a gradient so
+                # Stage 0: torch's optimizer, on the parameters or (bf16, fp16) on fp32 copies. Without a gradient so
                 # far there are no moments: Adam creates them, as zeros, at the parameter's first step.
                 if moments := inner.state.get(masters.get(id(parameter), parameter)):
                     moments[key].zero_()
@@ -112,7 +112,7 @@ def zero_parameters(optimizer: Any, parameters: Sequence[Parameter]) -> None:
 
 
 def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
-    """Map ids of parameters to their fp32 copies on stage 0 under bf16; empty otherwise."""
+    """Map ids of parameters to their fp32 copies on stage 0 under bf16 or fp16; empty otherwise."""
     if not hasattr(optimizer, "fp32_groups"):
         return {}
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
@@ -120,9 +120,9 @@ def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float:
-    """Compute the L2 norm of the gradients of ``parameters`` over all ranks; call it between the last backward of an
-    optimizer step and the update. A collective; on stages 0-2 one per parameter, so do not call it in every step.
-    Parameters without a gradient count as 0."""
+    """Compute the L2 norm of the gradients of ``parameters`` over all ranks, multiplied by fp16's loss scale; call it
+    between the last backward of an optimizer step and the update. A collective; on stages 1 and 2 one per parameter, so
+    do not call it in every step. Parameters without a gradient count as 0."""
     square = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     partitioned = False
     for parameter in parameters:
@@ -280,7 +280,7 @@ def use_masters(model: nn.Module, optimizer: Any) -> None:
 
 # ---- states in files
 
-COPIES = "offloaded_tensors"  # where DeepSpeed copies the files in a checkpoint
+COPIES = "offloaded_tensors"  # folder in a checkpoint, to which DeepSpeed copies the files
 SWAPPED = ".swp"
 
 

@@ -198,9 +198,9 @@ class _One(nn.Module):
 
 
 def materialize(model: nn.Module, ds_config: DsConfig, device: torch.device) -> None:
-    """Allocate memory, uninitialized, for every parameter that is on the meta device; under stage 3 for its partition
-    only, and a collective. Parameters are allocated one at a time: a rank never allocates more than its partitions and
-    the parameter being partitioned. A Parameter object that several modules share stays one object."""
+    """Allocate uninitialized memory for every parameter that is on the meta device; on stage 3 only for this rank's
+    partition, as a collective. Parameters are allocated one at a time: a rank never allocates more than its partitions
+    and the parameter being partitioned. A Parameter object that several modules share stays one object."""
     made: dict[int, Parameter] = {}
     context: AbstractContextManager[object] = nullcontext()
     if stage(ds_config) == 3:
@@ -225,8 +225,8 @@ def _hpz_group(ds_config: DsConfig) -> dict[str, Any]:
 
 
 def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
-    """Partition the parameters of ``module`` that are not partitioned yet, with rank 0's values; no-op on stages 0-2. A
-    collective.
+    """Partition the parameters of ``module`` that are not partitioned yet, with rank 0's values (but small frozen ones
+    keep each rank's own values); no-op on stages 0-2. A collective.
 
     It is meant for parameters created after the model was built (scales). They keep their dtype, so that frozen fp32
     parameters are possible; parameters created inside ``zero.Init`` get the training dtype. Small frozen parameters are

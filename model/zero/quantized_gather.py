@@ -3,11 +3,12 @@
 Forward and backward of a quantized layer use its weight only through the quantizer. All ranks have the few scales, so
 the rank with a slice of a weight quantizes it before sending. The layer finds the codes in place of its weight
 (:func:`quant.packed_weight.placeholder`) and does not quantize; the fp8 GEMM takes the codes directly. Without the
-weight, the layer cannot compute the weight's gradient mask or theta's gradient, which depend on the rounding error. So
-at first the weight gets the gradient with respect to the quantized weight, and theta gets zeros. After the reduction
-each rank applies the quantizer's rule to its slice, and computes theta's gradient, which is added to the zeros (or to
-the gradients of layers that share this theta and whose weights are gathered whole). This is exact: the quantizer works
-per element, and neither the mask nor the sum for theta changes while ranks and micro-batches add up gradients.
+weight, the layer cannot compute the weight's gradient mask, or the gradient of theta (a learned scale's parameter),
+which depend on the rounding error. So at first the weight gets the gradient with respect to the quantized weight, and
+theta gets zeros. After the reduction each rank applies the quantizer's rule to its slice, and computes theta's
+gradient, which is added to the zeros (or to the gradients of layers that share this theta and whose weights are
+gathered whole). This is exact: the quantizer works per element, and neither the mask nor the sum for theta changes
+while ranks and micro-batches add up gradients.
 
 Compared with gathering the weights, the forward, the gradients of inputs and the gradients of weights have the same
 bits. The gradient of a learned scale sums the same terms in another order and in fp32, while without this feature each
@@ -94,8 +95,8 @@ class QuantizedGather:
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Apply the quantizers' rules to the reduced gradients, after the last backward of an optimizer step and before
-        the update; a collective if scales are learned."""
+        """Apply the quantizers' rules to the reduced gradients, in place, after the last backward of an optimizer step
+        and before the update; a collective."""
         thetas: dict[int, tuple[Parameter, Tensor]] = {}
         for key, one in self._weights.items():
             gradient = local_gradient(one.weight)
@@ -252,8 +253,8 @@ def part_gradients_(
 def _runs(
     flat: Tensor, other: Tensor, start: int, numel: int, quantizer: Quantizer
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Split ranges of two tensors with the same elements into runs that share a scale: yields scale indices and both
-    views."""
+    """Split two flat tensors, of the same range of a weight, into runs of elements with one scale: yield a slice of
+    scale indices, one per run, and both views ``[runs, elements of a run]``."""
     size = numel // quantizer.scale.s0.numel()
     for (runs, rows), (_, others) in zip(by_run(flat, start, size), by_run(other, start, size), strict=True):
         yield runs, rows, others
