@@ -60,7 +60,7 @@ SHARED = ("weight_scale", "act_scale", "kv_scale", "norm", "router")
 FETCHED = ("model", "quant", "adapter", "loss", "data")  # sections with names on the Hugging Face Hub
 # Export formats that a running vLLM server loads.
 SERVED_FORMATS = ("compressed", "dequantized", "vllm_fp8", "modelopt")
-# Export formats that contain an unmerged adapter, or nothing else (peft).
+# Export formats with an unmerged adapter beside the model, or alone (peft).
 UNMERGED_FORMATS = ("compressed", "vllm_fp8", "dequantized", "peft")
 
 
@@ -132,8 +132,8 @@ class Recipe:
 
     def invalidates(self) -> bool:
         """Tell if training makes inactive scales (of layers whose fake quant is off) outdated: if weights, norms,
-        routers or merged adapters train. Scales alone leave the unquantized model unchanged, and unmerged adapters the
-        base model, to which the scales belong."""
+        routers or merged adapters train. Training only scales does not change the unquantized model, and training
+        unmerged adapters does not change the base model, to which the scales belong."""
         learn = self.learnable
         return not self.adapter.beside and any((learn.weight, learn.norm, learn.router, self.adapter.on))
 
@@ -155,8 +155,8 @@ class Recipe:
         _refuse(self._fetched(sections, weights=True))
 
     def _fetched(self, sections: Collection[str], *, weights: bool) -> list[str]:
-        """Replace names as :meth:`fetch` does, with or without ``weights``, and return a line for each that cannot be
-        fetched."""
+        """Replace names as :meth:`fetch` does, with or without ``weights``. Return a line for each name that cannot be
+        fetched, or that means several files although ``data.weights`` has one weight for it."""
         problems = list[str]()
         for key, section, item in recipe_options(self):
             value, kind = getattr(section, item.name), item.metadata.get(HUB)
@@ -182,8 +182,9 @@ class Recipe:
         return problems
 
     def validate_models(self) -> None:
-        """Check that model.path and a teacher model are directories with config.json. Names on the Hub are fetched
-        without weights, and replaced by local paths. Raises RecipeError if a check or a download fails."""
+        """Check that model.path and a teacher model are directories with config.json. Names on the Hub, except those
+        of data, are fetched without weights and replaced by local paths. Raises RecipeError if a check or a download
+        fails."""
         problems = self._fetched([section for section in FETCHED if section != "data"], weights=False)
         _refuse(_also(problems, self._model_problems(weights=False)))
 
@@ -195,8 +196,9 @@ class Recipe:
         _refuse(_also(problems, (*checkpoint_problems("model.path", self.model.path), *self._data_problems())))
 
     def validate_files(self) -> None:
-        """Check that the recipe's input files and directories exist, relative to the current directory, and fetch those
-        that are names on the Hugging Face Hub. Raises RecipeError with one line per problem."""
+        """Fetch all names on the Hugging Face Hub; then check that the recipe's input files and directories exist,
+        relative to the current directory, and that output_dir and data.cache are usable as directories. Raises
+        RecipeError with one line per problem."""
         fetched = self._fetched(FETCHED, weights=True)
         problems = list(self._model_problems(weights=True))
         if self.teacher_kind() == "cache":
@@ -232,7 +234,7 @@ class Recipe:
 
 
 def _also(problems: list[str], more: Iterable[str]) -> list[str]:
-    """Add the lines in ``more`` about other keys than those of ``problems``."""
+    """Return ``problems``, and the lines of ``more`` about keys that ``problems`` do not mention."""
     keys = {line.partition(":")[0] for line in problems}
     return problems + [line for line in more if line.partition(":")[0] not in keys]
 
@@ -489,7 +491,7 @@ def _schemes(r: Recipe) -> Contradictions:
     if quant.initial_input_scale is not None and quant.has_global_input_scales():
         expected = f"null with {scheme}: a global scale of inputs (NVFP4) is measured, or comes from quant.scales"
         yield "quant.initial_input_scale", expected
-    # Scales missing in the files of a source raise an error when these are read.
+    # Files of a source without these scales raise an error when they are read.
     given = quant.scheme == SOURCE or quant.scales or quant.start or quant.initial_input_scale is not None
     needed = quant.stores_input_scales() and (quant.fake_quant_start == 0 or r.adapter.beside)
     if needed and quant.calibration_batches == 0 and not given:
@@ -575,7 +577,7 @@ def _decoupled_scales(r: Recipe) -> Contradictions:
 
 
 def _changed_weights(r: Recipe) -> Contradictions:
-    """Refuse options that need the weights which a layer quantizes before it runs."""
+    """Refuse options that do not support adapters, or codes chosen by decoupled scales."""
     option = f"adapter.kind {r.adapter.kind}" if r.adapter.on else "quant.decoupled_scales"
     if not r.adapter.on and not r.quant.decouples():
         return
@@ -664,7 +666,7 @@ def _events(r: Recipe) -> Contradictions:
 
 
 def _losses_of_events(r: Recipe) -> Contradictions:
-    """Refuse events that may set the weights of both losses to 0. Events with a condition may happen at any step."""
+    """Refuse events that may set the weights of both losses to 0. Events without ``at`` may happen at any step."""
     changes = {index: event for index, event in enumerate(r.schedule) if event.loss}
     fixed = sorted((event.at, index) for index, event in changes.items() if event.at is not None)
     free = [index for index, event in changes.items() if event.at is None]
@@ -672,7 +674,7 @@ def _losses_of_events(r: Recipe) -> Contradictions:
     refused: set[int] = set()
 
     def follow(index: int) -> set[tuple[bool, bool]]:
-        """Apply an event to every pair of states (lm has a weight, kd has a weight)."""
+        """Return the states, pairs (lm has a weight, kd has a weight), after an event in any of ``states``."""
         given = changes[index].loss or {}
         after = {(given.get("lm", lm) > 0, given.get("kd", kd) > 0) for lm, kd in states}
         if (False, False) in after:

@@ -1,8 +1,8 @@
-"""The DeepSpeed configuration: a file of ``ds_configs/`` completed by the recipe, contradictions refused.
+"""The DeepSpeed configuration: a file like those in ``ds_configs/``, completed by the recipe and checked against it.
 
 The JSON files have DeepSpeed's own keys, so that its documentation applies and published files work. A key with the
-same meaning as a recipe option is "auto" (or missing) in the file and gets the recipe's value; another value is an
-error, as one of the two would be ignored. For all other keys of sections "auto" means DeepSpeed's own default.
+same meaning as a recipe option is "auto" (or missing) in the file and gets the recipe's value; a different value is
+an error, as one of the two would be ignored. For all other keys of sections "auto" means DeepSpeed's own default.
 
 The recipe owns the optimizer and its schedule. Keys that break a run (``BROKEN``) are refused, and all others are
 passed on. DeepSpeed silently accepts a misspelt top-level key (``zero_optimizaton`` trains at stage 0), and clips
@@ -99,8 +99,8 @@ BROKEN_NESTED = {
 }
 # Keys of ``offload_optimizer`` that need DeepSpeed's CPUAdam, with their defaults.
 NEEDS_CPU_ADAM = {"ratio": 1.0, "super_offload": False}
-# Numbers that pass DeepSpeed's own checks, but fail long after the start: elements of a bucket, which more than 2^40
-# would exceed any memory, and loss scales beyond fp32's range.
+# Allowed ranges of numbers that DeepSpeed does not limit, and with which it would fail long after the start: elements
+# of a bucket (2^40 exceed any memory) and loss scales (which must fit in fp32).
 RANGES: dict[str, tuple[float, float]] = {
     "zero_optimization.reduce_bucket_size": (1, 2**40),
     "zero_optimization.allgather_bucket_size": (1, 2**40),
@@ -125,8 +125,8 @@ TEACHER_KEYS = (
 
 
 class _Strict(BaseModel, extra="forbid"):
-    """Allowed keys and values. DeepSpeed would silently ignore others, or use them: other dtypes of parameters and
-    buffers would train another model, and a resumed run cannot read other checkpoint formats."""
+    """Section with no other keys than those declared. DeepSpeed would silently ignore other keys, or use them: dtypes
+    of parameters and buffers would change the model, and a resumed run cannot read other checkpoint formats."""
 
 
 class _DataTypes(_Strict):
@@ -219,8 +219,8 @@ def config_path(name_or_path: str) -> Path:
 
 
 def read_ds_config(path: Path) -> dict[str, Any]:
-    """Read a file and check its top-level keys. Raises DsConfigError: not JSON (with file and line), not an object, a
-    duplicate key, or a refused key."""
+    """Read a file and check its top-level keys. Raises DsConfigError: not JSON (with file and line) or UTF-8, not an
+    object, a duplicate key, or a refused key."""
     try:
         config = parse_json(path.read_bytes())
     except json.JSONDecodeError as error:
@@ -266,7 +266,7 @@ def keys_of_deepspeed() -> frozenset[str]:
 
 
 def _key_problem(key: str, value: Any) -> str | None:
-    """Describe the problem of a top-level key and its value."""
+    """Describe the problem of a top-level key and its value; None if there is none."""
     if key in BROKEN:
         return f"{key}: {BROKEN[key]}"
     if key not in keys_of_deepspeed():
@@ -387,7 +387,8 @@ def offloads_to_nvme(config: dict[str, Any]) -> bool:
 
 
 def _nvme_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
-    """Yield conflicts with an optimizer whose states are kept in files: the ZeRO stage, 8-bit moments, its own keys."""
+    """Yield conflicts with an optimizer whose states are kept in files: the ZeRO stage, 8-bit moments, or keys of the
+    section ``offload_optimizer``."""
     if not offloads_to_nvme(config):
         return
     zero, key = config["zero_optimization"], "zero_optimization.offload_optimizer"
@@ -501,7 +502,7 @@ def _value_problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _nested_problem(section: str, key: str, value: Any) -> str | None:
-    """Describe the problem of a value that DeepSpeed's own models accept."""
+    """Describe the problem of a value that DeepSpeed's own models accept; None if there is none."""
     dotted, field = f"{section}.{key}", MODELS[section].model_fields.get(key)
     unchanged = value in (None, "auto") or (field is not None and value == field.default)
     if dotted in BROKEN_NESTED and not unchanged:
@@ -556,7 +557,7 @@ def _error_of_deepspeed(config: dict[str, Any]) -> Exception | None:
 def teacher_config(ds_config: dict[str, Any]) -> dict[str, Any]:
     """Derive the configuration of a frozen teacher, an engine without optimizer, from the student's ``ds_config``.
 
-    The partitioning is the same. Optimizer and monitors are left out: monitors would overwrite the student's files.
+    ZeRO partitions both alike. Optimizer and monitors are left out: monitors would overwrite the student's files.
     ``ds_config`` is the result of :func:`resolve`, and is not changed.
     """
     config = {key: copy.deepcopy(ds_config[key]) for key in TEACHER_KEYS if key in ds_config}

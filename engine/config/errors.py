@@ -202,10 +202,11 @@ def checkpoint_problems(key: str, path: str, *, weights: bool = False) -> Iterat
 
 
 def without_weights(files: list[str]) -> str:
-    """Return a clause that names files with weights in an unsupported format (``*.bin``, ...) and says what to do
-    instead; empty if ``files`` (names or paths) has none."""
+    """Return a clause that names the first file with weights in an unsupported format (``*.bin``, ...) and says what
+    to do instead; empty if ``files`` (names or paths) has none."""
     for ending, why in NOT_READ.items():
-        if found := sorted(os.path.basename(file) for file in files if file.lower().endswith(ending)):
+        names = {os.path.basename(file) for file in files if file.lower().endswith(ending)}
+        if found := sorted(names.difference(WEIGHT_FILES)):
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             return f"; found {found[0]}{more}: {why}"
     return ""

@@ -28,24 +28,24 @@ from engine.config.errors import without_weights
 Kind = Literal["model", "adapter", "chat", "text", "mixed", "on_policy"]
 """Contents of a repository: a model, an adapter of peft, or a data set of one data.kind."""
 
-HUB = "hub"  # key of a field's metadata: the Kind of repository that its names mean, "data" for that of data.kind
+HUB = "hub"  # key of a field's metadata; its value is the Kind of the named repositories, or "data": data.kind
 _NAME = re.compile(
     r"(?P<prefix>hf://(?:datasets/)?)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>refs/(?:pr|convert)/[\w.-]+|\w[\w.-]*))?(?:/(?P<file>.+))?"
 )
-_RESERVED = ("models", "datasets", "spaces", "docs", "api")  # pages of the Hub, which nothing can be named after
+_RESERVED = ("models", "datasets", "spaces", "docs", "api")  # pages of the Hub, not names of owners
 _FILE = re.compile(r"\.(jsonl?|txt|md|yaml|csv|parquet|arrow|gz|bz2|xz|zst|zip|tar|safetensors|bin|pt|pth|gguf)$")
 _IN_CACHE = re.compile(r"(?:models|datasets)--[^/]+/snapshots/([^/]+)(?:/(.+))?$")
 FIRST_FILES = ["config.json", "adapter_config.json", INDEX := "model.safetensors.index.json"]
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")  # configuration and tokenizer
 _CHATS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 _TEXTS = (".txt", ".txt.gz", ".txt.zst")
-# Endings by data.kind, the first that is there.
+# Endings of data files by data.kind; files with the first ending that occurs are taken.
 _DATA = {"chat": _CHATS, "on_policy": _CHATS, "text": _TEXTS, "mixed": (*_CHATS, *_TEXTS)}
 _NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _TRAINING = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)")
 _OTHER_SPLITS = re.compile(r"(?:^|[^a-z])(?:test|testing|valid|validation|dev|eval|evaluation)(?:[^a-z]|$)")
-APART_SECONDS = 0.2  # between the first process of a job that is started and the last one
+APART_SECONDS = 0.2  # at most, between the starts of a job's first and last process on a machine
 
 
 class HubError(ValueError):
@@ -69,9 +69,9 @@ class HubName(NamedTuple):
 
 
 def parse_name(path: str) -> HubName | None:
-    """Parse a name; None for a local path, which is every text that exists as a file or folder, or is not like
-    ``owner/name``. Without ``hf://`` a text is also a local path if its first folder exists or is a page of the Hub
-    (``datasets``), if it has more than one slash, or if it ends like a file (``.jsonl``)."""
+    """Parse a name; return None for a local path: a text that exists as a file or folder, or is not like
+    ``owner/name``. A text without ``hf://`` is also a local path if its first folder exists or is a page of the Hub
+    (``datasets``), if a file follows ``owner/name``, or if it ends like a file (``.jsonl``)."""
     match = _NAME.fullmatch(path)
     if match is None or os.path.lexists(path):
         return None
@@ -87,8 +87,8 @@ _names: dict[str, str] = {}  # names with their commits, by local path
 
 
 def named(value: Any) -> Any:
-    """Copy ``value``, which may be a list or dictionary; each path in it that :func:`local_paths` returned is replaced
-    by its name on the Hub with the commit."""
+    """Copy ``value``, which may be a list or dictionary, and replace each path in it that :func:`local_paths` returned
+    by its name on the Hub with the commit. Tuples become lists."""
     if isinstance(value, dict):
         return {key: named(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -226,7 +226,7 @@ def _line(error: BaseException) -> str:
 
 
 def _files(directory: Path, files: Sequence[str], kind: Kind, *, weights: bool, code: bool) -> list[str]:
-    """Choose the files of a checkpoint; those of its weights by its index. Raises HubError: it has no safetensors."""
+    """Choose the files of a checkpoint, weights by its index. Raises HubError: no safetensors, or a damaged index."""
     chosen = [file for file in files if "/" not in file and any(fnmatch.fnmatch(file, one) for one in SMALL_FILES)]
     chosen += fnmatch.filter(files, "additional_chat_templates/*.jinja")
     chosen += fnmatch.filter(files, "*.py") if code else []
@@ -248,7 +248,8 @@ def _files(directory: Path, files: Sequence[str], kind: Kind, *, weights: bool, 
 
 
 def _data_files(name: HubName, kind: Kind, files: Sequence[str]) -> list[str]:
-    """Choose the files of a data set: those that the name says, or all of the training split. Raises HubError."""
+    """Choose the files of a data set: those that match the name's pattern, else the training split, or files of no
+    other split. Raises HubError if there are none."""
     if name.file:
         chosen = sorted(fnmatch.filter(files, name.file))
     else:

@@ -91,7 +91,8 @@ class SchemeRecipe:
 
 @dataclass
 class RuleRecipe:
-    """A scheme for the layers that match ``layers`` and, if given, are in the ``first`` or ``last`` decoder layers."""
+    """A scheme for the layers whose name matches ``layers`` (null: any), and that are in the first or last decoder
+    layers if ``first`` or ``last`` is given."""
 
     scheme: str
     """Name of a scheme, as for quant.scheme; none: the layers stay unquantized."""
@@ -212,8 +213,8 @@ class QuantRecipe:
         return 0 if self.initial_input_scale is not None and self.init == "rtn" else 16
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each invalid scheme under quant.schemes, each scheme name that is taken or unknown, and each
-        option that contradicts quant.scheme source or quant.lm_head tied."""
+        """Yield a line for each invalid scheme under quant.schemes, each scheme name that is taken, unknown or not for
+        its place, each rule for every layer, and each contradiction to quant.scheme source or quant.lm_head tied."""
         if wrong := [problem for name, own in self.schemes.items() for problem in _problems_of_scheme(name, own)]:
             yield from wrong
             return  # the checks below need valid schemes

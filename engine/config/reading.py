@@ -38,7 +38,7 @@ from quant.formats.layouts import check_layout
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 A_RECIPE = "--config RECIPE, for example --config launch/recipes/qwen3_0_6b.yaml"
-LONGEST_INTEGER = 100  # characters; floats end at 309
+LONGEST_INTEGER = 100  # characters; the largest float has 309 digits
 MOST_RECIPE_BYTES = 2**24
 LONGEST_KEY = 100  # characters of a key in a message
 MOST_VALUES = 100_000  # a recipe has about a hundred, and may have a rule or exempt pattern for each layer
@@ -164,7 +164,7 @@ def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterato
         else:
             yield line, f"{path}: {_found(node)}, expected keys and values below it"
     elif containers := [part for part in parts if get_origin(part) in (list, dict)]:
-        yield from _value_problems(node, containers[0], path, line)  # such a value, or null
+        yield from _value_problems(node, containers[0], path, line)  # a list or dict, or null
 
 
 def _lines(error: ArgumentError, *, without_file: bool) -> str:
@@ -202,7 +202,7 @@ def _parse(argv: Sequence[str]) -> Recipe:
         _check_keys(path)
     parser = _parser()
     try:
-        # Recipe has the defaults; with the parser's it takes six times as long. --quant.exempt+ X appends to them.
+        # Recipe fills in defaults; if the parser does, it takes six times as long. --quant.exempt+ X appends to them.
         filled = any(re.match(r"--print_config|--[\w.]+\+(=|$)", word) for word in argv)
         values = vars(parser.instantiate(parser.parse_args(list(argv), defaults=filled)))
     except ArgumentError as error:
@@ -223,7 +223,8 @@ def _parse(argv: Sequence[str]) -> Recipe:
 
 
 def _writes_as_read(recipe: Recipe) -> bool:
-    """Tell if the source's own format is the default of export.format."""
+    """Tell if export.format defaults to ``source``: quant.scheme is source, quant.start is null, fake quant is on at
+    some step, and the recipe allows the format of model.path."""
     if recipe.quant.scheme != SOURCE or recipe.quant.start or recipe.never_quantizes():
         return False
     try:

@@ -211,7 +211,7 @@ class AdapterRecipe:
 
     @property
     def beside(self) -> bool:
-        """True if adapters stay beside quantized weights (not merged)."""
+        """True if there are adapters, which stay separate from the quantized weights (``merge`` is false)."""
         return self.on and not self.merge
 
     def scaling(self, rank: int) -> float:
@@ -297,7 +297,7 @@ class DataRecipe:
 
 @dataclass
 class LossRecipe:
-    """total = lm_weight * lm + kd_weight * kd, means over the valid tokens of the optimizer step."""
+    """Losses: total = lm_weight * lm + kd_weight * kd; lm and kd are means over the valid tokens of a step."""
 
     lm_weight: float = field(default=1.0, metadata=LOSS_WEIGHT)
     """Weight of the language modeling loss."""
@@ -372,11 +372,12 @@ class OptimRecipe:
     warmup_ratio: float = field(default=0.0, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))
     """Share of train.steps that warm up, rounded up, in place of optim.warmup_steps."""
     warmup_steps: int = field(default=0, metadata=at_least(0))
-    """Optimizer steps of linear warm-up from 0. Scales warm up again if the fake quant of all of them starts again."""
+    """Optimizer steps of linear warm-up, from 1/warmup_steps of the rate. Scales warm up again if the fake quant of
+    all of them starts again."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Course of the learning rates after the warm-up. wsd: constant until the last decay_steps, then linear."""
     decay_steps: int = derived(lambda r: r.optim.default_decay(r.train.steps), at_least(0) | only_with(_WSD))
-    """Optimizer steps of decay at the end, for schedule wsd. null: a tenth of train.steps."""
+    """Optimizer steps of decay at the end, for schedule wsd. null: a tenth of train.steps, at least 1."""
     weight_decay: float = field(default=0.0, metadata=at_least(0))
     """Weight decay of weights, embeddings and adapters. Scales, norms and biases never decay."""
     betas: tuple[float, float] = field(
@@ -399,8 +400,8 @@ class OptimRecipe:
         return self.warmup_steps or math.ceil(share * min(steps, 2**62) - 1e-9)
 
     def default_decay(self, steps: int) -> int:
-        """Compute the default of decay_steps: a tenth of ``steps``, but only steps after the warm-up; 0 if the schedule
-        is not wsd."""
+        """Compute the default of decay_steps: a tenth of ``steps``, at least 1, but only steps after the warm-up; 0 if
+        the schedule is not wsd."""
         return max(0, min(max(1, steps // 10), steps - self.warmup(steps))) if self.schedule == "wsd" else 0
 
 
@@ -517,14 +518,15 @@ class ExportRecipe:
     dir: str | None = field(default=None, metadata=_DIRECTORY)
     """Directory to write it to. null: export in output_dir."""
     format: ExportFormat = derived(lambda r: "compressed")  # noqa: RUF009 (the alias hides a Literal)
-    """source: the format of the quantized checkpoint in model.path (quant.start), the default with quant.scheme source
-    if this format is written. compressed, the default otherwise: compressed-tensors, which transformers, vLLM and
-    SGLang read. vllm_fp8: the same tensors under vLLM's own fp8 configuration (fp8_static and fp8_block). gpt_oss:
-    gpt-oss with its experts in mxfp4, in the published form. modelopt: NVIDIA Model Optimizer's format of fp8 and
-    NVFP4, for vLLM, SGLang and TensorRT-LLM. dequantized: a plain checkpoint of fake-quantized weights. gguf: one file
-    for llama.cpp (q4_0, q8_0, w4a16_g32, w8a16_g32, mxfp4, nvfp4); it needs export.template. mlx: for mlx-lm (integers
-    in groups of 32, 64 or 128, MXFP4, MXFP8). executorch: torchao's tensors, to be lowered to XNNPACK (8da4w). peft:
-    only the adapter of a run with adapter.merge false, for the quantized checkpoint in model.path."""
+    """source: the format of the quantized checkpoint in model.path or quant.start, the default with quant.scheme source
+    and without quant.start, if this format is written. compressed, the default otherwise: compressed-tensors, which
+    transformers, vLLM and SGLang read. vllm_fp8: the same tensors under vLLM's own fp8 configuration (fp8_static and
+    fp8_block). gpt_oss: gpt-oss with its experts in mxfp4, in the published form. modelopt: NVIDIA Model Optimizer's
+    format of fp8 and NVFP4, for vLLM, SGLang and TensorRT-LLM. dequantized: a plain checkpoint of fake-quantized
+    weights. gguf: one file for llama.cpp (q4_0, q8_0, w4a16_g32, w8a16_g32, mxfp4, nvfp4); it needs export.template.
+    mlx: for mlx-lm (integers in groups of 32, 64 or 128, MXFP4, MXFP8). executorch: torchao's tensors, to be lowered to
+    XNNPACK (8da4w). peft: only the adapter of a run with adapter.merge false, for the quantized checkpoint in
+    model.path."""
     template: str | None = field(default=None, metadata=path_or_name("a GGUF file") | only_with(_GGUF))
     """For export.format gguf: a GGUF file of the base model, made by llama.cpp's convert_hf_to_gguf.py. The export
     copies its metadata and vocabulary."""

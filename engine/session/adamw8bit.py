@@ -8,7 +8,7 @@ Three properties prevent updates ``m / sqrt(v)`` that are much larger than Adam'
   down to 2^-16 of the largest m. Below these limits the codes of m are evenly spaced, and v is kept at its limit.
 - v is 0 only if its whole block is 0. If v were rounded to 0, m would be divided by eps alone.
 - Rounding is stochastic, so moments are right on average. With beta2 = 0.95 a v without gradients shrinks by 5% in a
-  step, which is less than half the distance between two codes: rounded to nearest, it would never shrink.
+  step. Half the distance between two codes is 3% to 6%: rounded to nearest, v would soon stop shrinking.
 
 The random numbers depend only on the step. So on stage 0 all ranks round alike, and a resumed run repeats the rounding.
 ``benchmarks/results/moments.md`` compares this code with others.
@@ -29,7 +29,7 @@ from torch.optim.adamw import adamw
 
 MOMENT_BLOCK = 256
 CHUNK = 1 << 22  # elements; a multiple of MOMENT_BLOCK
-# Bytes per element of a chunk while moments are coded: two moments, random numbers and their part, codes.
+# Bytes per element of a chunk while moments are coded: two moments, random numbers, some of their bits, codes.
 WORKING_BYTES = 17
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FLOAT_BITS, MANTISSA_BITS = 23, 3
@@ -47,7 +47,7 @@ def _lowest(signed: bool) -> int:
 
 @cache
 def _values(signed: bool, device: torch.device) -> Tensor:
-    """List the values of all codes [256], fp32. Those with a sign are moved by the lowest, so that level 0 is 0."""
+    """List the values of all codes [256], fp32. Signed values are shifted by the lowest, so that level 0 is 0."""
     bits = torch.arange(_levels(signed), dtype=torch.int32, device=device) + _lowest(signed)
     values = (bits << SHIFT).view(torch.float32)
     return torch.cat([values - values[0], values[0] - values]) if signed else values
@@ -84,8 +84,8 @@ def encode(moment: Tensor, random: Tensor, signed: bool) -> tuple[Tensor, Tensor
 
 
 def empty_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """Allocate the moments of a parameter, filled with 0: ``exp_avg_codes``, ``exp_avg_scales``, and the same of
-    ``exp_avg_sq``. The last block may have padding."""
+    """Allocate the moments of a parameter, filled with 0: ``exp_avg_codes``, ``exp_avg_scales``, ``exp_avg_sq_codes``
+    and ``exp_avg_sq_scales``. The last block may have padding."""
     blocks = -(-parameter.numel() // MOMENT_BLOCK)
     state: dict[str, Tensor] = {}
     for key in MOMENTS:
@@ -194,8 +194,8 @@ class AdamW8bit(torch.optim.AdamW):
         state["step"] += 1
 
     def load_state_dict(self, state_dict):
-        """Restore the result of ``state_dict``, codes apart from the rest: torch would convert them to the parameter's
-        dtype."""
+        """Restore the result of ``state_dict``. Codes are set here and not by torch, which would convert them to the
+        parameter's dtype."""
         saved, codes = state_dict["state"], {f"{key}_codes" for key in MOMENTS}
         others = {index: {k: v for k, v in held.items() if k not in codes} for index, held in saved.items()}
         super().load_state_dict({**state_dict, "state": others})

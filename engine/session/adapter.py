@@ -32,7 +32,8 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
     adapter, head = recipe.adapter, model.get_output_embeddings()
     schemes, _ = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named)
     layers = dict(_layers(model))
-    # Patterns may match any layer, some of which are refused below; without patterns none of these is chosen.
+    # Patterns may match unquantized layers, lm_head and embeddings, which are refused below; without patterns these
+    # layers are not chosen.
     outer = {name for name, layer in layers.items() if layer is head or isinstance(layer, nn.Embedding)}
     fit = [name for name in layers if adapter.targets or (name in schemes and name not in outer)]
     ranks = chosen_ranks(adapter, fit)
@@ -236,8 +237,8 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
 
     A is drawn uniformly within ``1 / sqrt(in)``, as torch draws a Linear's weight, and B is zeros; or both are read
     from ``adapter.start``. Random values depend on ``train.seed`` and the layer's name only: equal on every rank, at
-    any number of ranks. With ``adapter.dropout`` torch's generator is seeded again, differently on each rank. Raises
-    ValueError as :func:`chosen_ranks` does, or if the adapter in ``adapter.start`` cannot be read.
+    any number of ranks. Raises ValueError as :func:`chosen_ranks` does, or if the adapter in ``adapter.start`` cannot
+    be read.
     """
     head = model.get_output_embeddings()
     layers = {
@@ -270,6 +271,6 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
 
 
 def seed_of(recipe: Recipe, drawn: str) -> int:
-    """Derive the seed for drawing the values named ``drawn``."""
+    """Derive the seed for drawing the values named ``drawn`` from ``train.seed``."""
     digest = hashlib.blake2b(f"{recipe.train.seed} {drawn}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")

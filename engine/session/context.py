@@ -67,8 +67,8 @@ def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunC
 
     Raises:
         RecipeError: on every rank, before there is a process group: the DeepSpeed configuration is wrong, a checkpoint
-            cannot be fetched, or this machine has no fp16.
-        RankError: there is no tokenizer, the ranks differ (:mod:`engine.cluster.nodes`), or nvme_path cannot be used.
+            cannot be fetched, this machine has no fp16, or a launcher is missing.
+        RankError: as in :func:`init_ranks`; or there is no tokenizer, or nvme_path cannot be used.
     """
     recipe.fetch(("model", "quant", "adapter"))
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
@@ -278,8 +278,9 @@ class Data:
 
 
 def read_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """Read the samples to train on, and those of data.held_out (taken from them) and data.eval; a collective. Raises
-    RankError on every rank if a line is bad, or a sample to evaluate on is trained on too."""
+    """Read the samples of data.train, data.held_out (split off from them) and data.eval; a collective. Held-out copies
+    of training samples are removed. Raises RankError on every rank if a line is bad, all held-out samples are copies, a
+    sample of data.eval is trained on too, or a line of data.skip is no training sample."""
     settings = recipe.data
     none = samples_of([])
     prompts = settings.kind == "on_policy"

@@ -239,7 +239,8 @@ def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float
 
     Linear warm-up over the first ``warmup`` steps (1/warmup at step 0), then ``constant``; or ``linear`` or ``cosine``
     decay from 1 to ``min_ratio`` at the last of ``total`` steps; or ``wsd`` (warm-up, stable, decay: Hu et al. 2024,
-    MiniCPM, arXiv:2404.06395): 1 until the last ``decay`` steps, which decay linearly to ``min_ratio``.
+    MiniCPM, arXiv:2404.06395): 1 until the last ``decay`` steps, which decay linearly to ``min_ratio``. Raises
+    ValueError if ``kind`` is unknown.
     """
     if kind not in _KINDS:
         raise ValueError(f"unknown learning-rate schedule {kind!r}, expected one of {', '.join(_KINDS)}")
@@ -333,7 +334,7 @@ class LossScale:
     """Dynamic loss scale.
 
     Attributes:
-        value: scale of the next step; a power of two if dynamic.
+        value: scale of the next step; a power of two if dynamic, and if ``least`` is one.
         window: steps in a row without overflow after which the scale doubles; None: static scale.
         least: lower limit of the scale.
         good_steps: steps in a row without overflow since the last change.

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 # Differences are relative norms of differences of hidden states, averaged over tokens. Over 120 random models of
 # transformers' families in fp32 and bf16, causal dense models that isolate samples differ by exactly 0 at equal shapes.
-# Leaks from another sample change the first tokens of B by 1e-3 to 1.1. With trained weights, which attend to other
-# tokens more than random weights do, they change them by 0.04 and more.
+# Leaks from another sample change the first tokens of B by 1e-3 to 1.1, with trained weights by 0.04 and more, as these
+# attend to other tokens more than random weights do.
 FIRST = 16  # tokens after a boundary, where leaks are largest
 SEEN = 1e-4
 SEEN_BY_EXPERTS = 0.2  # limit for following tokens: rounding may change a token's experts, and so the token by as much
@@ -325,8 +325,8 @@ def needs_mask(session: Session, samples: Sequence[Sample]) -> bool:
 
 
 def stop_asking(model: PreTrainedModel, forward: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> bool:
-    """Stop transformers from reading sequence boundaries from the device in every forward, unless this changes results;
-    a collective.
+    """Stop transformers from reading sequence boundaries from the device in every forward, unless this changes results
+    more than repeating a forward does; a collective.
 
     Args:
         model: the model; unchanged unless its attention is sdpa.

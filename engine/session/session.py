@@ -234,8 +234,8 @@ def build_session(
         recipe, context: the run, and the result of :func:`engine.session.context.start_ranks`.
         samples: training samples, for a session that computes losses with the recipe's teacher. None (for an export or
             a calibration): no loss head and no teacher.
-        first: ``first(n)`` returns this rank's first n micro-batches, for ``quant.init``; None to choose no initial
-            codes or adapters, as a training checkpoint is loaded.
+        first: ``first(n)`` returns this rank's first n micro-batches, for ``quant.init``. None to choose no initial
+            codes or adapters, because a training checkpoint replaces them.
         optimizer: True for an engine that trains or loads a training checkpoint; False for one that only runs forward.
 
     Raises RankError on every rank: a model, its scales or the teacher's cache cannot be built or read, or a model

@@ -44,7 +44,7 @@ SIMULATED = (
     "simulated, for the fp8 GEMM supports only sides that are multiples of 16, and stacked experts only in bf16 on "
     "compute capability 9.0"
 )
-# Tokens on all ranks: from 16,384 GPTQ's codes at 2 bits have a KL of 1.27, from 65,536 0.95 (docs/low_bits.md).
+# Tokens of all ranks: GPTQ's codes at 2 bits have a KL of 1.27 if chosen on 16,384, 0.95 on 65,536 (docs/low_bits.md).
 FEW_TOKENS = 65536
 # Round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
@@ -115,8 +115,8 @@ def quantize_student(
 ) -> Quantization:
     """Prepare the student for training, in place: quantized layers, rotations, adapters, fused norms,
     ``requires_grad``, activation checkpointing, compile; a collective. Scales are filled later. ``named``: schemes by
-    layer name. Raises RankError on every rank if a layer cannot be quantized or rotated as the recipe says, or a
-    pattern matches nothing."""
+    layer name. Raises RankError on every rank if a layer cannot be quantized or rotated as the recipe says, no norm can
+    be fused, or a pattern matches nothing."""
     with errors_on_all_ranks(ValueError):
         quantization = replace_layers(
             model,
@@ -151,7 +151,7 @@ def quantize_student(
     config.output_router_logits = recipe.learnable.router and _has_router_logits(model)
     config.use_cache = False
     if recipe.train.activation_checkpointing:
-        # Offload of their inputs is in engine.step: transformers' own `offload` does not run on a CPU.
+        # engine.step offloads inputs of recomputed layers: transformers' own `offload` does not run on a CPU.
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
         _compile_layers(model)
@@ -168,8 +168,9 @@ def quantize_student(
 
 
 def _has_router_logits(model: PreTrainedModel) -> bool:
-    """Tell if a module outputs the router logits of the auxiliary loss; warn if not. Without such a module (Granite
-    hybrids without experts, DeepSeek-V4 with hashed experts only) transformers' own loss fails."""
+    """Tell if ``output_router_logits`` can be set; warn if the model gets no auxiliary loss. Without a module that
+    outputs router logits (Granite hybrids without experts, DeepSeek-V4 with hashed experts only) transformers' own loss
+    fails."""
     recorded = [module._can_record_outputs or {} for module in model.modules() if isinstance(module, PreTrainedModel)]
     kinds = [getattr(one["router_logits"], "target_class", nn.Module) for one in recorded if "router_logits" in one]
     there = not kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())
@@ -217,10 +218,11 @@ def initial_codes(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> None:
-    """Choose initial codes by GPTQ or block-wise tuning on ``batches``, and set the weights to them; a collective.
+    """Choose initial codes by GPTQ or block-wise tuning on ``batches``, and set weights to their values; a collective.
 
     Call it after :func:`initial_scales`, with the same number of batches on every rank. Samples of equal length run
-    together, at most as many as a micro-batch has rows. Raises RankError on every rank if model.path is quantized.
+    together, at most as many as a micro-batch has rows. Raises RankError on every rank if model.path is quantized, or
+    as :func:`model.ptq_init.layerwise.choose_initial_codes` does.
     """
     if is_quantized(Path(recipe.model.path)):
         raise_everywhere(f"quant.init: {recipe.quant.init}, expected rtn: {recipe.model.path} has codes of its own")
@@ -255,8 +257,8 @@ def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quant
 
 
 def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
-    """Look up the schemes of lm_head and embeddings, or with ``quant.scheme: source`` of all layers but for those that
-    the recipe exempts beyond the default patterns, by name."""
+    """Map layer names to schemes: those of lm_head and embeddings, or with ``quant.scheme: source`` those of all
+    quantized layers, except layers that the recipe exempts by other patterns than the default ones."""
     if recipe.quant.scheme == SOURCE:
         found = source_schemes(model, Path(recipe.quant.start or recipe.model.path), recipe.quant.own_weights())
         exempt = {*recipe.quant.exempt, *recipe.quant.exempt_more}.difference(DEFAULT_EXEMPT)

@@ -128,9 +128,8 @@ class CachedTeacher:
     cache: TeacherCache
 
     def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
-        """Read the cache's rows of the batch's samples, one per valid position, in the order of the batch; ``inputs``
-        are not used. Raises ValueError if the batch and the cache have different numbers of targets for these
-        samples."""
+        """Read the cache's rows of the batch's samples, one per valid position of this rank, in the order of the batch;
+        ``inputs`` are not used. Raises ValueError if batch and cache have different numbers of targets."""
         rows = self.cache.rows(batch["sample_ids"].tolist())
         own = batch.get("own_targets")  # of rows that ranks share
         targets = len(batch["positions"]) if own is None else len(own)

@@ -203,6 +203,14 @@ def test_a_checkpoint_without_weights_that_are_read_says_which_it_has(here: Path
     assert not list(checkpoint_problems("model.path", "model"))  # where no weights are read
 
 
+def test_weights_of_the_right_name_are_not_blamed(here: Path) -> None:
+    (problem,) = checkpoint_problems("model.path", "model/model.safetensors")
+    assert problem.endswith("expected a directory with config.json (a local Hugging Face checkpoint)")
+    (here / "model" / "config.json").unlink()
+    (problem,) = checkpoint_problems("model.path", "model", weights=True)
+    assert problem.endswith("expected config.json in that directory (a Hugging Face checkpoint)")
+
+
 def test_a_file_in_place_of_a_checkpoint_is_named(here: Path) -> None:
     (here / "qwen3-q4_0.gguf").write_bytes(b"GGUF\x03")
     (problem,) = checkpoint_problems("model.path", "qwen3-q4_0.gguf")
