@@ -492,7 +492,8 @@ class _Writing:
         return start
 
     def _end(self, index: int, found: _Found) -> Span:
-        """Return the characters of the special token that ends a turn, as (start, stop); empty if there is none."""
+        """Return the characters of the special token that ends a turn, as (start, stop); empty if there is none. Raises
+        BadLineError if the template ends the turn with text alone, or with other text when turns follow."""
         last = found.pieces[-1].end
         behind = found.alone.behind()
         own = self.text[last : last + len(behind)]

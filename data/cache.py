@@ -345,7 +345,8 @@ def _state(tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
-    """Yield all that decides the text of a chat: templates, the times that they write, and files with stop tokens."""
+    """Yield all that decides the text of a chat: templates, the times that they write, and files with stop tokens.
+    Raises DataError if a template writes the time in a format that it computes."""
     given, folder = tokenizer.chat_template, Path(tokenizer.name_or_path)
     texts = [str(text) for text in (given.values() if isinstance(given, dict) else [given])]
     if any("strftime_now" in _ASKS_FOR_CLOCK.sub("", _CLOCK.sub("", text)) for text in texts):

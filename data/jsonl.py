@@ -327,7 +327,8 @@ def _message_list(turns: Any, name: str, found: Conversation) -> list[Message]:
 
 
 def _pair(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Message]:
-    """Join non-empty instruction and input with a newline into the user's turn, between history and answer."""
+    """Return the turns of the history, the user's turn (non-empty instruction and input, joined with a newline) and the
+    answer. Raises BadLineError if the history is not a list of pairs, or if a value is not text."""
     asked = {name: _text(values[name], repr(names[name])) for name in ("instruction", "input") if name in values}
     answer = _text(values["output"], repr(names["output"]))
     history, name, messages = values.get("history"), names.get("history", ""), list[Message]()
@@ -362,7 +363,8 @@ def _with_system(messages: list[Message], values: Mapping[str, Any], names: Mapp
 def _read_variables(
     values: Mapping[str, Any], row: Mapping[str, Any], names: Mapping[str, str], used: set[str], found: Conversation
 ) -> None:
-    """Read variables that the chat template takes: keys of the row, and of ``chat_template_kwargs``."""
+    """Read variables that the chat template takes: keys of the row, and of ``chat_template_kwargs``. Raises
+    BadLineError if ``chat_template_kwargs`` is not an object, or has a variable that the row has with another value."""
     taken = found.reads.variables
     found.variables = {key: value for key, value in row.items() if key in taken - used and value is not None}
     more, name = values.get("chat_template_kwargs", {}), names.get("chat_template_kwargs", "")
@@ -383,7 +385,8 @@ def _read_variables(
 
 
 def _message(given: Any, name: str, place: str, found: Conversation) -> Message:
-    """Read one turn of the list ``name``."""
+    """Read one turn of the list ``name``. Raises BadLineError if its keys or values are not supported, or contradict
+    each other."""
     if not isinstance(given, dict):
         raise BadLineError(f"{place}: found {excerpt(given)}, expected an object with 'role' and 'content'")
     role_key, text_key = _first(given, _ROLE), _first(given, _TEXT)
@@ -466,7 +469,8 @@ def _first(given: Mapping[str, Any], keys: tuple[str, str]) -> str:
 
 
 def _flag_of(given: Mapping[str, Any], place: str) -> bool | None:
-    """Read the flag of a turn or row: True if it is to be learned, False if not, None without a flag."""
+    """Read the flag of a turn or row: True if it is to be learned, False if not, None without a flag. Raises
+    BadLineError if a flag is not 0 or 1, or if flags contradict each other."""
     found = {}
     for key in FLAGS:
         value = given.get(key)
@@ -508,7 +512,8 @@ def _content(content: Any, name: str, place: str, found: Conversation) -> str | 
 
 
 def _tool_calls(calls: Any, place: str, found: Conversation) -> list[dict[str, Any]]:
-    """Convert tool calls to the form in which servers pass them to templates, with arguments as objects."""
+    """Convert tool calls to the form in which servers pass them to templates, with arguments as objects. Raises
+    BadLineError if there is no call, or if a call has no function name or has arguments that are not an object."""
     calls = _decoded(calls, place)
     if not isinstance(calls, list) or not calls:
         raise BadLineError(f"{place}: found {excerpt(calls)}, expected a list of at least one call")
@@ -540,7 +545,8 @@ def _read_tools(values: Mapping[str, Any], names: Mapping[str, str], found: Conv
     """Read function schemas from ``tools``, or the older key ``functions``, in the form in which servers pass them to
     templates.
 
-    The list, a schema and its parameters may each be JSON text. Nulls in a schema are removed.
+    The list, a schema and its parameters may each be JSON text. Nulls in a schema are removed. Raises BadLineError if
+    both keys have a value, or if the value is not a list of schemas with names.
     """
     given = [name for name in ("tools", "functions") if values.get(name) not in NOTHING]
     if len(given) > 1:
@@ -570,7 +576,8 @@ def _read_tools(values: Mapping[str, Any], names: Mapping[str, str], found: Conv
 
 
 def _function(value: Any, place: str) -> dict[str, Any]:
-    """Return the function of a tool or a call: the object itself, or its entry ``function``."""
+    """Return the function of a tool or call: the object itself, or its entry ``function``. Raises BadLineError if it
+    has no name."""
     function = value.get("function") or value if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadLineError(f"{place}: found {excerpt(value)}, expected an object with 'function' and its 'name'")
@@ -609,7 +616,8 @@ def is_empty(value: Any) -> bool:
 
 
 def _decoded(value: Any, place: str) -> Any:
-    """Decode the JSON in a text; empty text becomes None, and other values are returned unchanged."""
+    """Decode the JSON in a text; empty text becomes None, and other values are returned unchanged. Raises BadLineError,
+    which names ``place``, if a text is not JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -629,7 +637,7 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _text(value: Any, name: str) -> str:
-    """Return a value that must be text."""
+    """Return a value that must be text. Raises BadLineError for another type, or half of a surrogate pair."""
     if not isinstance(value, str):
         raise BadLineError(f"{name}: found {excerpt(value)}, expected a string")
     try:

@@ -379,7 +379,8 @@ class Order:
 
 
 def _files(samples: Samples, weights: Mapping[str, float]) -> list[tuple[np.ndarray, int]]:
-    """Return for each file the ids of its samples, and how many entries of an epoch come from this file."""
+    """Return for each file the ids of its samples, and how many entries of an epoch come from this file. Raises
+    DataError if a file has only a weight or only samples, or a weight too small for one entry."""
     codes = {file: code for code, file in enumerate(weights)}
     files = np.array([codes.get(file, -1) for file in samples.files])[samples.codes]
     ids = [np.flatnonzero(files == code) for code in codes.values()]

@@ -50,8 +50,8 @@ def read_text(
 ) -> Samples:
     """Read UTF-8 text files into blocks of ``block_length`` positions, in order. ``special_tokens``: treatment of
     special tokens that the files spell out (keep, text or refuse). ``cache`` keeps the tokens of each file. Raises
-    DataError if a file is missing, empty or not UTF-8, has a refused special token or a text that the tokenizer does
-    not take or that cannot be cut, there is no EOS to join files with, or there are fewer than two tokens."""
+    DataError if a file is missing, empty or not UTF-8; if its text has a special token that is refused, fails in the
+    tokenizer, or is long without a place to cut it; without an EOS to join files with; and below two tokens."""
     paths = check_files(files, plain=True)
     eos = tokenizer.eos_token_id
     if len(paths) > 1 and not isinstance(eos, int):
@@ -143,7 +143,8 @@ def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts
 
 
 def _pieces(path: Path, backend: Tokenizer) -> Iterator[str]:
-    """Yield the file's text in pieces, with only a few in memory. No piece ends inside a special token."""
+    """Yield the file's text in pieces, with only a few in memory. No piece ends inside a special token. Raises
+    DataError if the text is not UTF-8, or is long without a place to cut it."""
     try:
         yield from split_text(_texts(path), backend, PIECE)
     except TogetherError as error:

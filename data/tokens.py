@@ -114,7 +114,7 @@ class OffsetTokenizer:
 
     def _as_text_alone(self, text: str, shift: int, expected: list[int]) -> Tokens:
         """Tokenize the text between two special tokens of the template as plain text, without special tokens.
-        ``expected``: its ids before."""
+        ``expected``: ids of this text inside the whole text. Raises BadLineError if the text alone has other ids."""
         assert self._as_text is not None
         if self._backend.encode(text, add_special_tokens=False).ids != expected:
             raise BadLineError(

@@ -24,7 +24,7 @@ import re
 import shutil
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from time import monotonic
@@ -60,7 +60,8 @@ def publish(
     keep: int,
     seconds: float,
 ) -> tuple[Path | None, tuple[str, ...]]:
-    """Write a version and let servers load it; a collective. See :meth:`engine.state.LoopState.publish`.
+    """Write a version and let servers load it; a collective. Raises no RankError: failures become warnings. See
+    :meth:`engine.state.LoopState.publish`.
 
     Args:
         first: ``first(n)`` yields this rank's first n micro-batches: for outdated input scales, and for the prompt
@@ -152,7 +153,7 @@ def _serve(url: str, version: Path, prompt: list[int], end: float, reason: str |
     """Let a server load a version, unless there is a ``reason`` against it, and print the result.
 
     Returns:
-        True if the server serves the version.
+        True if the server serves the version; False after a ServerError or OSError.
     """
     begin = monotonic()
     try:
@@ -204,7 +205,7 @@ class VllmServer:
     @_as_expected()
     def serving(self) -> tuple[str, Path, str]:
         """Return the model's name, the directory that the server was started with, and the server's
-        ``weight_version``."""
+        ``weight_version``. Raises ServerError if an earlier update failed."""
         base = self._call("/v1/models", seconds=CONNECT_SECONDS)["data"][0]
         served = self._call("/weight_info", seconds=CONNECT_SECONDS)["weight_version"]
         if served == UPDATING:
@@ -213,7 +214,8 @@ class VllmServer:
 
     @_as_expected()
     def generate(self, version: Path, prompt: list[int], *, max_tokens: int, **sampling: Any) -> tuple[list[int], bool]:
-        """Let the model answer a prompt.
+        """Let the model answer a prompt. Raises ServerError if another version wrote a part of the answer, or if the
+        answer is empty or was cut before ``max_tokens``.
 
         Args:
             version: directory of the version that must have written all of the answer.
@@ -231,7 +233,10 @@ class VllmServer:
         (choice,) = answer["choices"]
         tokens, end = choice["token_ids"], choice["finish_reason"]
         if (wrote := {span["version"] for span in choice["weight_versions"]}) != {str(version)}:
-            raise ServerError(f"an answer is of version {', '.join(sorted(wrote))}, expected {version}")
+            raise ServerError(
+                f"an answer is of version {', '.join(sorted(wrote))}, expected {version}: let nothing else change the "
+                "server's weights"
+            )
         if not tokens or end not in ("stop", "length"):
             raise ServerError(f"an answer of {len(tokens)} tokens ended with {end!r}, expected stop or length")
         if end == "length" and len(tokens) < max_tokens:
@@ -244,7 +249,8 @@ class VllmServer:
     @_as_expected()
     def load(self, version: Path, known: Sequence[Path], prompt: list[int]) -> None:
         """Let the server load ``version``. If it has loaded nothing since its start, first test that a reload restores
-        its parameters exactly.
+        its parameters exactly. Raises ServerError if the server has another model or publish directory, or if
+        the test or the update fails.
 
         Args:
             version: directory of a complete checkpoint.
@@ -299,7 +305,8 @@ class VllmServer:
             )
 
     def _pause(self) -> None:
-        """Wait until all requests are answered, with new ones waiting; clear the KV cache."""
+        """Wait until all requests are answered, with new ones waiting; clear the KV cache; set ``weight_version`` to
+        ``updating``. Raises ServerError if that fails; a server that did not pause is resumed."""
         try:
             self._call("/pause?mode=wait&clear_cache=true", {})
         except ServerError as error:
@@ -322,7 +329,7 @@ class VllmServer:
         return [*known, answer["logprobs"]["token_logprobs"][0]]
 
     def _call(self, path: str, body: dict[str, Any] | None = None, *, seconds: float = float("inf")) -> Any:
-        """POST ``body`` as JSON, or GET without one; return the JSON of the answer."""
+        """POST ``body`` as JSON, or GET without one; return the answer's JSON. Raises ServerError if that fails."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
@@ -334,8 +341,11 @@ class VllmServer:
         except HTTPError as error:
             if error.code == 404:
                 raise ServerError(f"no {path}: start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1") from None
-            said = " ".join(error.read(300).decode(errors="replace").split())
-            raise ServerError(f"{path}: HTTP {error.code} {said}") from None
+            said = b""
+            with suppress(OSError, HTTPException):  # the connection may end before the text does
+                said = error.read(300)
+            text = " ".join([f"{path}: HTTP {error.code}", *said.decode(errors="replace").split()])
+            raise ServerError(text) from None
         except (OSError, HTTPException, ValueError) as error:
             raise ServerError(f"{path}: {getattr(error, 'reason', None) or error}") from None
 

@@ -71,7 +71,8 @@ def _is_due(state: LoopState, every: int) -> bool:
 
 
 def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Count the step's tokens over all ranks: (tokens with a target, tokens without padding); a collective."""
+    """Count the step's tokens over all ranks: (tokens with a target, tokens without padding); a collective. Raises
+    RankError on every rank if no token has a target."""
     valid, tokens = sum_where_ranks_agree(state, (valid_tokens(batches), sum(map(real_tokens, batches))))
     tokens //= state.recipe.parallel.sequence  # each of the ranks that share a row has counted all of it
     if valid == 0:  # the same on every rank, after the reduction
@@ -107,7 +108,8 @@ def _set_learning_rates(state: LoopState) -> None:
 
 
 def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Objective, valid: int) -> dict[str, Tensor]:
-    """Run forward and backward of every micro-batch; return the sums of this rank's losses by name."""
+    """Run forward and backward of every micro-batch; return this rank's sums of losses by name; a collective. Raises
+    RankError on every rank if, in the first step, a quantized layer did not run or a Parameter got no gradient."""
     session, engine = state.session, state.session.engine
     # The sum of the losses is divided by the valid tokens of the whole step only: this factor undoes DeepSpeed's
     # divisions by accumulation steps and ranks.

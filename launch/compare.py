@@ -31,7 +31,8 @@ from tools.evaluation.results import Comparison, Evaluation, comparison_tables, 
 
 
 def main() -> None:
-    """Evaluate the checkpoints that have no results yet; print and write the comparison."""
+    """Evaluate the checkpoints that have no results yet; print and write the comparison. Exits with an error if results
+    cannot be compared."""
     parser = option_parser(__doc__, ranks=True)
     parser.add_argument("--bf16", type=CheckpointName, required=True, metavar="DIR", help="the unquantized checkpoint")
     parser.add_argument("--ptq", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")

@@ -552,7 +552,7 @@ def converted_recipe(contents: dict[str, Any]) -> Converted:
 
 
 def main() -> None:
-    """Print the recipe with notes, and the notes on stderr, too."""
+    """Print the recipe with notes, and the notes on stderr, too. Exits with an error if that is not possible."""
     parser = option_parser(__doc__)
     parser.add_argument("file", type=Path, help="YAML configuration of AngelSlim or torchtune")
     file = parser.parse_args().file

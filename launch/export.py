@@ -3,8 +3,8 @@
     deepspeed --num_gpus 8 launch/export.py --checkpoint runs/qwen3_4b/checkpoints/step_00001000 --out served/qwen3_4b
 
 The run's recipe is read from the checkpoint. Any number of ranks with enough memory will do. ``--format`` overrides the
-recipe's ``export.format``: ``vllm_fp8``, ``dequantized`` for readers of plain checkpoints, ``mlx`` for mlx-lm, ``gguf``
-for llama.cpp, with ``--template``, ``executorch`` for lowering to XNNPACK, or ``peft`` for an adapter without its base.
+recipe's ``export.format``, for example with ``vllm_fp8``, ``dequantized`` (a plain checkpoint), ``mlx`` (mlx-lm),
+``gguf`` (llama.cpp; it needs ``--template``), ``executorch`` (XNNPACK) or ``peft`` (an adapter without its base).
 """
 
 import sys

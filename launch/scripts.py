@@ -100,7 +100,7 @@ class NamedDirectories(argparse.Action):
     """Collect options like ``NAME=DIR``, which may be repeated, in a dictionary of :class:`CheckpointName`."""
 
     def __call__(self, _: Any, namespace: argparse.Namespace, text: Any, __: Any = None) -> None:
-        """Add one option."""
+        """Add one option. Raises ArgumentError if it is not ``NAME=DIR``, or repeats a name."""
         name, equals, directory = text.partition("=")
         found = getattr(namespace, self.dest) or {}
         if not (name and equals and directory):

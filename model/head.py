@@ -199,7 +199,8 @@ class LMHead(HeadProxy):
 
     @contextmanager
     def computing(self, task: Task) -> Iterator[None]:
-        """Make forwards of the model inside the block return the result of ``task`` as logits. Blocks must not nest."""
+        """Make forwards of the model inside the block return the result of ``task`` as logits. Raises RuntimeError for
+        nested blocks."""
         if self._task is not None:
             raise RuntimeError("lm_head computes a task already: these blocks must not nest")
         self._task = task

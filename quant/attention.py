@@ -134,7 +134,8 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _implementation(base: str, name: str, attention: nn.Module) -> AttentionFunction:
-    """Return the attention function of the implementation ``base``; "eager" is defined in the model's own file."""
+    """Return the attention function of the implementation ``base``; "eager" is defined in the model's own file. Raises
+    ValueError if the forward uses no such function, or several."""
     scope = _forward(attention).__globals__
     if base != "eager":
         return scope[_INTERFACE].get_interface(base, None)

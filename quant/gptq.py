@@ -157,7 +157,8 @@ def _damped(gram: Tensor) -> Tensor:
 
 
 def _factor(gram: Tensor) -> Tensor:
-    """Compute ``U``, upper triangular, with ``U'U`` the inverse of the damped ``gram``; fp64.
+    """Compute ``U``, upper triangular, with ``U'U`` the inverse of the damped ``gram``; fp64. Raises ValueError if the
+    diagonal of ``gram`` has NaN or Inf.
 
     ``H = R R'`` with ``R`` upper triangular is a Cholesky factorization from the last row to the first; ``U`` is the
     inverse of ``R``. Columns of inputs that were always 0 get a positive diagonal, so that they are rounded to nearest.

@@ -388,7 +388,8 @@ def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]
 
 def _pieces(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
     """Split a range of a weight into runs, consecutive elements that share a scale. Yields views ``[runs, values]`` of
-    at most :data:`_CHUNK` elements, or one run, each with the slice of its run indices."""
+    at most :data:`_CHUNK` elements, or one run, each with the slice of its run indices. Raises ValueError if ``flat``
+    is not 1-D, or if the range exceeds the weight."""
     numel, stop = math.prod(shape), start + flat.numel()
     if flat.dim() != 1 or not 0 <= start <= stop <= numel:
         raise ValueError(

@@ -481,7 +481,7 @@ def _input_groups(
     sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool, ranges: Ranges
 ) -> list[ScaleGroup]:
     """Build the scale groups of inputs, for schemes that store an input scale. ``sets`` are names of layers that
-    serving fuses."""
+    serving fuses. Raises ValueError if the layers of a set differ in ``in_features``."""
     groups = []
     for members in sets:
         spec = schemes[members[0]].stored_input

@@ -327,7 +327,8 @@ def _copy(target: Tensor, start: int, parts: Iterator[tuple[int, Tensor]]) -> in
 
 
 def _load_frozen_partitions(session: Session, states: list[dict[str, Any]], left_out: LeftOut) -> None:
-    """Load frozen parameters of stage 3, such as the initial scales, which are not in the optimizer."""
+    """Load frozen parameters of stage 3, such as the initial scales, which are not in the optimizer. Raises ValueError
+    if the checkpoint has too few elements of one."""
     for name, parameter in session.model.named_parameters():
         if parameter.requires_grad or not is_partitioned(parameter) or name in left_out.names:
             continue

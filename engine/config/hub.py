@@ -127,7 +127,8 @@ def local_paths(path: str, kind: Kind = "model", *, weights: bool = True, code: 
 
 
 def _once_per_machine(question: Sequence[Any], ask: Callable[[], list[str]]) -> list[str]:
-    """Return the answer of the first process of this machine that asks; the others wait for it."""
+    """Return the answer of the first process of this machine that asks; the others wait for it. Raises HubError if that
+    process got one, or if the folder of the answers belongs to another user."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return ask()
     folder = Path(tempfile.gettempdir()) / f"deepqat-hub-{os.getuid()}"

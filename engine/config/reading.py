@@ -58,8 +58,8 @@ def _parser() -> ArgumentParser:
 
 
 def _check_keys(path: str) -> None:
-    """Refuse YAML that jsonargparse accepts: duplicate keys, keys without a value, names of classes. Raises
-    RecipeError: one line per problem, with file, line and key."""
+    """Refuse unknown and duplicate keys, keys without a value and names of classes: RecipeError, one line per problem
+    with file, line and key. Raises RecipeError, too, for a file that cannot be read or is no YAML mapping."""
     try:
         root = yaml.compose(_text_of(path), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:

@@ -15,8 +15,8 @@ Every loss is a **sum** over valid tokens. ``scale`` multiplies the differentiat
 world * accumulation / N, with N valid tokens in the whole optimizer step, so that no split into micro-batches or over
 ranks changes the loss (a mean of means would give more weight to tokens of micro-batches with fewer). Loss weights and
 ``scale`` multiply the gradient of the logits before it is rounded to the model's dtype. bf16 has the exponent range of
-fp32, but fp16 has less. So in fp16 the loss scale (``gradient_scale``), by which the incoming gradient is multiplied
-anyway, multiplies the gradient of the logits before that rounding, too.
+fp32, but fp16 has less. So in fp16 the gradient of the logits is multiplied by the loss scale (``gradient_scale``)
+before that rounding, and the backward divides the incoming gradient by it.
 """
 
 from collections.abc import Iterator, Sequence

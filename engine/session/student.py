@@ -98,7 +98,7 @@ def empty_student(
             if name in named and named[name].activations is not None:
                 raise ValueError(
                     f"{name}: {recipe.quant.start or recipe.model.path} quantizes its inputs ({named[name].name}), "
-                    f"which the losses of training do not; set {exempt_line([name])}"
+                    f"but losses in training are computed from unquantized inputs; set {exempt_line([name])}"
                 )
         if recipe.quant.rotate and is_quantized(Path(recipe.model.path)):
             raise ValueError(

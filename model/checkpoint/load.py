@@ -151,8 +151,8 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
 
 
 def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
-    """Read the part of the slice that is inside ``values``, a range of the model's tensor from element ``start`` on.
-    For a tied tensor, only compare it; returns False if it differs."""
+    """Fill ``values``, elements of the model's tensor from ``start`` on, with those that the slice on disk has. For a
+    tied tensor, which another key has filled, only compare the two; return False if they differ."""
     piece = read.piece
     begin, end = _overlap(piece, start, start + values.numel())
     if begin == end:

@@ -242,8 +242,8 @@ class Names:
         return apply_renamings(key, self._renamings)
 
     def linear(self, piece: TensorSlice) -> str | None:
-        """Return the name (``experts.7.gate_proj.weight``) of the single expert's weight that the slice ``piece`` of
-        the model's tensor is; None if the slice is no single expert's weight."""
+        """Return the name of the expert's weight (``experts.7.gate_proj.weight``) that ``piece``, a slice of a tensor
+        of the model, covers exactly; None if it is not exactly one expert's weight."""
         return next(
             (
                 name

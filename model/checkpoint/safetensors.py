@@ -325,7 +325,8 @@ class Reader:
         return ((offset, min(step, count - offset)) for offset in range(0, count, step))
 
     def _fill(self, tensor: DiskTensor, start: int, values: Tensor) -> None:
-        """Read into ``values``, on the CPU and in the dtype on disk, from element ``start`` of ``tensor`` on."""
+        """Read into ``values``, on the CPU and in the dtype on disk, from element ``start`` of ``tensor`` on. Raises
+        OSError if the file cannot be read, DamagedError if it ends early."""
         # By identity first: comparing paths takes as long as reading 100 kB.
         if self._descriptor is None or (tensor.file is not self._file and tensor.file != self._file):
             self._close()

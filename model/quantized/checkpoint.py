@@ -89,8 +89,8 @@ class SourceCheckpoint:
     kv_cache: TensorSpec | None = None
 
     def is_damaged(self, key: str) -> bool:
-        """Return True if the files have codes of the weight ``key``, which is missing from ``tensors``: then
-        ``problems`` says why."""
+        """Return True if the files have codes of the weight ``key``; ``problems`` then says why ``tensors`` has no such
+        weight. Call this only for keys that ``tensors`` lacks."""
         name = key.removesuffix(".weight")
         if any(one in self.beside for one in (key, f"{name}.weight_packed", f"{name}.qweight")):
             return True
@@ -117,7 +117,7 @@ def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceChe
 
 def _with_weights(checkpoint: Checkpoint, directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
     """Replace the codes in a quantized checkpoint by :class:`QuantizedTensor`, with narrow range if the codes have it.
-    Without a model, layers have their names on disk."""
+    Without a model, layers have their names on disk. Raises CheckpointError if the quantization is not supported."""
     config = read_quantization_config(directory)
 
     @cache

@@ -96,7 +96,7 @@ def _beyond(spec: TensorSpec) -> str:
 
 
 def _narrow(coded: Iterable[QuantizedTensor]) -> Iterable[Scheme]:
-    """Yield the schemes whose codes are in narrow range."""
+    """Yield the schemes whose sampled codes are in narrow range. Raises DamagedError if codes cannot be read."""
     by_scheme: dict[Scheme, list[QuantizedTensor]] = {}
     for one in coded:
         if one.scheme.weights.bits < 8 and on_other_grid(one.scheme) is not None:

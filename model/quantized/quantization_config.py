@@ -81,7 +81,8 @@ def description_file(directory: Path) -> Path:
 
 
 def _find(directory: Path) -> tuple[dict[str, Any] | None, Path]:
-    """Return the result of :func:`find_quantization_config` and the file that has it (config.json for None)."""
+    """Return the result of :func:`find_quantization_config` and the file that has it (config.json for None). Raises
+    ValueError as that function does."""
     file, own = directory / "config.json", directory / MODELOPT_FILE
     if not file.is_file() and not own.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")

@@ -171,8 +171,8 @@ class ReceiveBuffer:
             self._memory = torch.empty(size, dtype=torch.uint8, device=get_accelerator().current_device_name())
 
     def places(self, number: int, shared: Sequence[Tensor]) -> list[Tensor]:
-        """Return uninitialized 1-D tensors for the partitions of all ranks, one for each parameter in ``shared``: the
-        parameters of batch ``number`` (from 0) that are split over ranks."""
+        """Return for each parameter in ``shared`` an uninitialized 1-D tensor, which has room for the partitions of all
+        ranks. ``shared`` are the parameters of batch ``number`` (from 0) that are split over ranks."""
         assert self._memory is not None
         sizes = _aligned_sizes(shared)
         begin = 0 if number % 2 == 0 else self._memory.numel() - sum(sizes)

@@ -243,7 +243,8 @@ def pack_linear(linear: TrainedLinear) -> dict[str, torch.Tensor]:
 
 
 def _pack_scales(linear: TrainedLinear, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Build the stored scales, global scale and zero points of the weight, by suffix."""
+    """Build the stored scales, global scale and zero points of the weight, by suffix. Raises ValueError if one of them
+    is missing, misshapen or not valid."""
     name, scheme, scale, spec = linear.name, linear.scheme, linear.scale, linear.scheme.weights
     packed: dict[str, torch.Tensor] = {}
     if spec.scale_format == "e4m3":
@@ -285,7 +286,7 @@ def _pack_scale(
     model_dtype: torch.dtype,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Convert the effective fp32 ``scale`` to its stored form."""
+    """Convert the effective fp32 ``scale`` to its stored form. Raises ValueError if that would change its values."""
     dtype = _stored_dtype(spec, model_dtype)
     scale = stored(scale, torch.float32)
     if spec.scale_format == "float16" and not torch.equal(scale.to(torch.float16).float(), scale):

@@ -213,7 +213,8 @@ def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
 
 
 def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None) -> Scheme:
-    """Read the scheme of a config group; if ``config`` is None, only the number formats that have stored scales."""
+    """Read the scheme of a config group. If ``config`` is None, leave out inputs without a stored scale and accept any
+    ``format``. Raises ValueError if the group has no weights or is not supported."""
     if group.get("output_activations") is not None:
         raise ValueError(f"{key}.output_activations is set, expected null: quantized outputs are not supported")
     stored = _arguments(f"{key}.weights", group.get("weights"))
@@ -294,7 +295,8 @@ def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
 
 
 def _side(key: str, structure: Any) -> int:
-    """Read the side of a square block, from a list [n, n] or, in old checkpoints, a text '128x128'."""
+    """Read the side of a square block, from a list [n, n] or, in old checkpoints, a text '128x128'. Raises ValueError
+    for anything else."""
     sides = structure.split("x") if isinstance(structure, str) else structure
     try:
         height, width = (int(side) for side in sides)

@@ -148,10 +148,11 @@ def fake_quantize_backward_(
 def _run_scales(
     shape: tuple[int, ...], quantizer: Quantizer, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, int, torch.dtype]:
-    """Return ``s0, theta, grid, scale_dtype`` for the operators, for a tensor of ``shape``.
+    """Return the operators' arguments ``s0, theta, grid, scale_dtype`` for a tensor of ``shape``.
 
-    The operators compute the scale of each of ``n`` equal runs of consecutive elements. A scale per block covers runs
-    in many rows, so its effective scale is computed first and repeated for each run (:func:`quant.spec.per_run`).
+    The operators take one scale per run of consecutive elements, with runs of equal length. A scale per block covers
+    runs in many rows, so its effective scale, in fp32, is repeated as the ``s0`` of each run
+    (:func:`quant.spec.per_run`), and ``theta`` is None.
     """
     (s0, theta, _, _), spec, dtype = quantizer
     if spec.granularity != "block":

@@ -155,7 +155,8 @@ def _can_build_cuda() -> tuple[bool, str]:
 
 
 def _compiled(cuda: bool) -> Path:
-    """Return the path of the shared library, with CUDA kernels if ``cuda``; builds it if needed."""
+    """Return the path of the shared library, with CUDA kernels if ``cuda``; builds it if needed. Raises RuntimeError,
+    with the compiler's first error, if the build fails."""
     sources = [SOURCES / name for name in (*CPP, *(CUDA if cuda else ()))]
     cxx_flags = [*CXX_FLAGS, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
     cxx_flags += ["-DDEEPQAT_CUDA"] if cuda else []

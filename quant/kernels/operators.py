@@ -341,7 +341,8 @@ def _rms_norm_backward(
 def _silu_mul_quantize(
     gate: Tensor, up: Tensor, s0: Tensor, grid: int, scale_dtype: torch.dtype, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute codes, packed mask and fake-quantized values of ``silu(gate) * up``."""
+    """Compute codes, packed mask of unclipped elements and fake-quantized values of ``silu(gate) * up``; each of the
+    last two is empty unless requested."""
     of_tensor = (_scales(s0, None, scale_dtype, None).view(1), _spec(grid, "tensor"))
     return _wanted(*reference.silu_mul_quantize(gate, up, *of_tensor), mask, values)
 

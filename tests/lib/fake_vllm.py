@@ -69,7 +69,7 @@ class FakeVllm:
             self.loaded += 1
             new = self.read(Path(body["kwargs"]["weights_path"]))
             self.weights |= {name: new[name] for name in ("a" if self.broken == "stale" else "ab")}
-            return None if self.broken == "fails" else {"results": [None]}
+            return None if self.broken in ("fails", "cut off") else {"results": [None]}
         if body["action"] == "reset":
             self.weights = dict.fromkeys(self.weights, "0")
         before = body.get("baseline", {})
@@ -104,8 +104,11 @@ def listening(server: FakeVllm) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
             found = server.answer(self.path, body)
             self.send_response(200 if found is not None else 404 if server.broken == "no dev mode" else 500)
+            if cut := found is None and server.broken == "cut off":
+                self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            self.wfile.write(json.dumps(found).encode() if found is not None else b"some\nreason")
+            error = b"9\r\nsome" if cut else b"some\nreason"
+            self.wfile.write(json.dumps(found).encode() if found is not None else error)
 
         do_POST = do_GET
 

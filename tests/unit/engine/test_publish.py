@@ -44,6 +44,7 @@ BROKEN = {
     "no dev mode": (r"no /weight_info: start vLLM 0\.32 or later with VLLM_SERVER_DEV_MODE=1", False),
     "never idle": (r"/pause\S*: HTTP 500 some reason; it goes on with the version before", False),
     "fails": (r"did not load .*step_00000000: /collective_rpc: HTTP 500 some reason\. It stays paused", True),
+    "cut off": (r"did not load .*step_00000000: /collective_rpc: HTTP 500\. It stays paused", True),
     "stale": (r"does not restore 1 of its 2 parameters \(b\): .* It stays paused: restart it", True),
     "hidden": (r"after loading step_00000000 again a log-probability differs by 1: .* It stays paused", True),
     "no answer": (r"again a prompt has no answer \(/v1/completions: HTTP 500 some reason\): .* It stays paused", True),
