@@ -390,8 +390,8 @@ class _Builder:
     def _located(self, conversation: Conversation) -> Rendering:
         """Render a conversation and locate its answers.
 
-        Each answer takes time in proportion to the number of turns. So if there are many, the last answer is located
-        first, as it suffices to drop a chat that is too long."""
+        Locating an answer takes time in proportion to the number of turns. So in a chat of many turns the last answer
+        is located first: its end shows if the chat is too long and is dropped."""
         if self.options.prompts:
             return render_prompt(self.template, conversation)
         if self.options.loss_on == "all" and not self.truncate and len(conversation.messages) > _MANY_TURNS:

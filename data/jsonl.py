@@ -488,7 +488,8 @@ def _flag_of(given: Mapping[str, Any], place: str) -> bool | None:
 
 
 def _content(content: Any, name: str, place: str, found: Conversation) -> str | list[dict[str, str]] | None:
-    """Check a turn's content: a text, None, or a list of text parts; other parts raise BadLineError."""
+    """Return a turn's content: a text, None, or a list of text parts without their other keys, which are recorded in
+    ``found.unused``. Raises BadLineError for other content, and for an empty list."""
     if not isinstance(content, list):
         return None if content is None else _text(content, place)
     if not content:

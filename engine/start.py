@@ -193,7 +193,7 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> TrainingCheckpoint
     if (checkpoints / LATEST).exists() or any(checkpoints.glob(STEP_DIRECTORIES)):
         raise RecipeError(
             f"output_dir: {recipe.output_dir!r} has checkpoints of an earlier run; "
-            "set train.resume to continue it, or name another one"
+            "resume it with train.resume, or name another directory"
         )
     return None
 

@@ -192,7 +192,7 @@ def verify(out: Path, export: Path) -> None:
 
 
 def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: str | None) -> Path:
-    """Write the recipe of a run to ``runs/<name>``, where its log and TensorBoard files go too, and return its path."""
+    """Write the recipe of a run into ``out``/runs/<name>, the run's output directory; return the recipe's path."""
     directory = out / "runs" / name
     directory.mkdir(parents=True)
     dtype = str(training_dtype()).removeprefix("torch.")

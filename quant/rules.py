@@ -286,7 +286,7 @@ def pattern_problem(text: str) -> str | None:
 
 
 def _repeats(parsed: Any, *, inside: bool) -> int | None:
-    """Count the unlimited repetitions of a pattern; None if a repetition contains another repetition or alternatives.
+    """Count the unlimited repetitions of a pattern; None if a repetition contains an unlimited one, or alternatives.
     Repetitions of digits are not counted: a name has few digits in a row. Counts of alternatives are added up."""
     count = 0
     for operation, argument in parsed:
@@ -358,7 +358,8 @@ def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *,
     for entry in entries:
         if caught := next((other for other in others if re.match(entry.removeprefix("re:"), other)), None):
             raise ValueError(
-                f"the pattern {entry.removeprefix('re:')} would match {caught} too: give all of these layers one scheme"
+                f"the pattern {entry.removeprefix('re:')} would match {caught} too, which has another scheme or "
+                "none: give all layers that the pattern matches one scheme"
             )
     return entries
 

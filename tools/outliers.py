@@ -134,8 +134,8 @@ IN_LAYER = {
 
 
 def change_of(key: str, where: str) -> Change:
-    """Look up the change of a tensor by its name. Raises CheckpointError if the name is unknown; the message begins
-    with ``where``, such as the file."""
+    """Look up how the rotations change the tensor ``key``. Raises CheckpointError if the name is unknown; the message
+    begins with ``where``, such as the file."""
     if key in OUTSIDE:
         return OUTSIDE[key]
     if found := re.fullmatch(r"(model\.layers\.\d+\.)(.+)", key):

@@ -354,8 +354,8 @@ def reseed(seed: int, step: int) -> None:
 
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the state with which this rank resumes a run of another number of ranks. ``states``: contents of the files
-    ``rank_<r>.pt`` of all old ranks. They differ only in random states and pieces, which are not resumed, and in the
-    statistics of observers, which :func:`merge_observers` combines."""
+    ``rank_<r>.pt`` of all old ranks. They differ in random states and in the layout of the optimizer's slices, of which
+    the result has those of rank 0, and in the statistics of observers, which :func:`merge_observers` combines."""
     stateful = states[0]["stateful"]
     quantization = stateful["quantization"]
     seen = [state["stateful"]["quantization"]["observers"] for state in states]

@@ -100,7 +100,7 @@ def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
 
 
 def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterator[tuple[int, str]]:
-    """Yield line number and text of every problem with the keys of a YAML mapping and of the mappings in it."""
+    """Yield line number and text of every problem with keys and values of a YAML mapping and of the mappings in it."""
     known: dict[str, Any] = {
         item.name: item.type | None if DERIVED in item.metadata else item.type  # type: ignore[operator]
         for item in dataclass_fields(section)

@@ -137,7 +137,7 @@ def build_for(
     untie: bool = False,
 ) -> PreTrainedModel:
     """Build the student or the teacher in ``path`` without weights, with the options of the recipe's section model, and
-    let ranks share its rows if ``parallel.sequence`` says so. The other arguments are those of
+    let ranks share rows of tokens if ``parallel.sequence`` says so. The other arguments are those of
     :func:`model.build.build_model`."""
     own = recipe.model
     model = build_model(

@@ -102,7 +102,7 @@ class Overrides:
         both weights would be 0, or ``kd`` gets a weight in a run without a teacher."""
         for name, weight in weights.items():
             if name not in ("lm", "kd") or not weight >= 0:
-                raise ValueError(f"loss weight {name}: {weight}, expected 0 or more for lm or kd")
+                raise ValueError(f"loss weight {name}: {weight}, expected lm or kd, with a weight of 0 or more")
         if weights.get("kd") and self.recipe.teacher_kind() == "none":
             raise ValueError(
                 "loss weight kd: no teacher is loaded; name one in loss.teacher, and give kd a weight in "

@@ -251,8 +251,8 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
 
 
 def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, DiskLayout | None]) -> list[str]:
-    """List the keys on disk, of whole tensors or of slices, that the model needs and the files lack; for a tied tensor
-    by the first of its names.
+    """List the keys of a checkpoint, of whole tensors or of slices, that the model needs but the files lack; for a tied
+    tensor the key of its first name.
 
     Args:
         names: translator for the model.

@@ -256,7 +256,7 @@ class _Rows(NamedTuple):
     """Rows of a Linear of which this rank has at least some elements.
 
     Attributes:
-        part: the Linear in its layer.
+        part: the Linear as a slice of its layer, which may stack several.
         rows: range of its rows.
         own: range of this rank's elements in the flattened rows.
         weight: the rows, a copy in the model's dtype.

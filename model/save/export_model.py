@@ -18,8 +18,8 @@ If an export has the format of the checkpoint that the model was read from, and 
 the source's configuration describes the export, too, and is kept. The export then also keeps what training does not
 determine: codes of tensors outside of the model, the names of scales of keys and values, and the shape of a single
 scale (``[]`` or ``[1]``). Scales that training has not changed keep their dtype, and input scales that the model has
-merged into one stay separate. Tensors without codes get the source's dtype unless it would round them; if the model's
-dtype has rounded one on loading, its elements that training has not changed are written with the source's values.
+merged into one stay separate. Tensors without codes get the source's dtype unless it would round them. Elements that
+loading has rounded to the model's dtype, and that training has not changed, are written with the source's values.
 """
 
 import json

@@ -63,7 +63,7 @@ _NO_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.e
 
 def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
     """Check that a model with layers of these schemes can be written in this layout. Raises ValueError if the layout is
-    unknown or does not support one of the schemes."""
+    unknown, does not support one of the schemes, or can hold only one scheme and there are several."""
     if layout not in get_args(Layout):
         raise ValueError(f"unknown layout {layout!r}; known: {', '.join(get_args(Layout))}")
     schemes = list(schemes)
