@@ -119,9 +119,11 @@ def listening(server: FakeVllm) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", port), Handler) as http:
         thread = Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{port}/"
-        http.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{port}/"
+        finally:  # else a failed test would wait for the thread without end
+            http.shutdown()
+            thread.join()
 
 
 def versions(folder: Path, count: int, **config: Any) -> list[Path]:

@@ -32,3 +32,11 @@ def test_every_file_that_an_option_names_is_compared():
 def test_an_environment_variable_counts_if_it_changes_numbers(monkeypatch, name, counts):
     monkeypatch.setenv(name, "1")
     assert (f"environment variable {name}" in dict(nodes._facts({}))) == counts
+
+
+def test_an_error_is_shown_though_the_launch_is_wrong_too(monkeypatch):
+    """A second error, of the launcher, must not take the place of the first one, which this rank is to print."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    assert nodes.tell_other_ranks("a bad recipe")
