@@ -153,9 +153,12 @@ class AdamW8bit(torch.optim.AdamW):
         coded = [(group, group["params"]) for group in self.param_groups if group["moments"] == "8bit"]
         for group, _ in coded:
             group["params"] = []
-        result = super().step(closure)
+        try:
+            result = super().step(closure)
+        finally:
+            for group, parameters in coded:
+                group["params"] = parameters
         for group, parameters in coded:
-            group["params"] = parameters
             for parameter in parameters:
                 if parameter.grad is not None:
                     self._update(group, parameter, parameter.grad.reshape(-1))

@@ -9,6 +9,7 @@ the experts of every layer with the first group that has ``experts`` in a patter
 experts of two layers are read correctly by vLLM only.
 """
 
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
@@ -299,7 +300,7 @@ def _side(key: str, structure: Any) -> int:
     for anything else."""
     sides = structure.split("x") if isinstance(structure, str) else structure
     try:
-        height, width = (int(side) for side in sides)
+        height, width = (int(side) if isinstance(side, str) else operator.index(side) for side in sides)
     except (TypeError, ValueError):
         raise ValueError(f"{key}.block_structure is {structure!r}, expected [height, width]") from None
     if height != width:

@@ -195,6 +195,7 @@ GROUP = "config_groups.group_0"
         (lambda c, g: g["weights"].update(scale_dtype="torch.uint8"), "weights.scale_dtype is 'torch.uint8'"),
         (lambda c, g: g["weights"].update(strategy="block"), "weights.block_structure is None, expected"),
         (lambda c, g: g["weights"].update(strategy="block", block_structure=[1, 128]), r"is \[1, 128\], expected tw"),
+        (lambda c, g: g["weights"].update(strategy="block", block_structure=[128.5] * 2), r"is \[128.5, 128.5\], exp"),
         (lambda c, g: g["weights"].update(strategy="attn_head"), "weights.strategy is 'attn_head', expected 'tensor'"),
         (lambda c, g: g["weights"].update(strategy="tensor_group", group_size=32), "strategy is 'tensor_group', exp"),
         (lambda c, g: g["input_activations"].update(dynamic=True), "input_activations: a dynamic scale is per token"),
