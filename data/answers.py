@@ -452,8 +452,8 @@ class _Writing:
         return pieces, kept
 
     def _behind_prompt(self, index: int, found: _Found, prompt: str) -> int:
-        """Return where a turn begins: the end of ``prompt`` (with the generation prompt), with which the whole
-        rendering begins."""
+        """Return where a turn begins: at the end of ``prompt``, which ends with the generation prompt. The whole
+        rendering must begin with ``prompt``. Raises BadLineError if the turn begins with other text than in serving."""
         start, first = len(prompt), found.pieces[0]
         if start >= first.end:
             raise self._otherwise(index, f"{self.text[first.start : first.end][:60]!r} in the generation prompt, too")

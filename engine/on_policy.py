@@ -99,8 +99,8 @@ class OnPolicyLoader(Loader):
         return Sample(inputs, labels, given.file, given.line)
 
     def _answers(self, k: int) -> list[WrittenAnswer]:
-        """Return stored or new answers to all rows of a step; only rank 0 calls it. Raises ValueError without answers,
-        OSError if a file cannot be read."""
+        """Return stored or new answers to all rows of a step; only rank 0 calls it. Raises ValueError if the server
+        gives none, or if stored ones are damaged or answer other prompts; OSError if their file cannot be read."""
         began, first = monotonic(), self._first(k)
         prompts = [self._order.row(first + row)[0] for row in range(self.rows_per_step)]
         if k == 0:  # of a run that was not resumed

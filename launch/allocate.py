@@ -9,9 +9,9 @@ serving fuses, or the experts of a MoE layer) are quantized one at a time: a par
 ``--batches`` micro-batches per rank. The schemes of the parts minimize the sum of the costs, while the weights have at
 most ``--budget_bits`` bits on average, scales included. Then the mixed recipe is measured as a whole.
 
-Takes as many forwards per scheme and sample as there are parts, and one load of the model per scheme. Costs are always
-measured with round-to-nearest: ``quant.init: gptq`` changes weights, so there would be no original model to compare
-with. Use GPTQ in the training run with the written recipe.
+Takes two more forwards per scheme and sample than there are parts, and one load of the model per scheme. Costs are
+always measured with round-to-nearest: ``quant.init: gptq`` changes weights, so there would be no original model to
+compare with. Use GPTQ in the training run with the written recipe.
 """
 
 import sys

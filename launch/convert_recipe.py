@@ -176,7 +176,7 @@ def from_angelslim(source: ForeignRecipe) -> Converted:
     if not any(key.startswith(f"{section}.") for key in source.keys):
         raise ValueError(
             f"{section}: no keys below it, expected those of the training; older versions of AngelSlim had them in a "
-            f"section training, with other defaults: move them to {section}, and set every key of its learnable"
+            f"section training, with other defaults: move them to {section}, and set all keys of quant_config.learnable"
         )
     quantizer = f"{section}.plugin_config.quant_config"
     made.put("model.path", source.take("model.model_path"))

@@ -148,7 +148,8 @@ def attention_for(config: PretrainedConfig, name: str) -> str:
 def check_rotary_buffers(model: nn.Module) -> None:
     """Raise RankError on every rank if a rotary ``inv_freq`` is not fp32; a collective.
 
-    A bf16 frequency is off by up to 0.2%, which at position 1,000 rotates the faster pairs by about a radian too much.
+    A bf16 frequency is off by up to 0.2%, which at position 1,000 makes the angles of the faster pairs wrong by about a
+    radian.
     Call this function again after ``deepspeed.initialize``, which may cast buffers (``data_types.buffer_dtype``).
     """
     wrong = [

@@ -202,7 +202,7 @@ class LMHead(HeadProxy):
         """Make forwards of the model inside the block return the result of ``task`` as logits. Raises RuntimeError for
         nested blocks."""
         if self._task is not None:
-            raise RuntimeError("lm_head computes a task already: these blocks must not nest")
+            raise RuntimeError("LMHead.computing: found a block inside another one, expected one at a time")
         self._task = task
         try:
             with self.catching():

@@ -221,8 +221,8 @@ class Fused(NamedTuple):
 
 
 def fuse(model: nn.Module) -> Fused:
-    """Replace norms and MLPs of ``model`` in place by modules that quantize their output, where all layers that read
-    the output can take codes.
+    """Replace norms of ``model`` in place by modules that quantize their output, and MLPs by modules that quantize the
+    input of their last Linear (down), where all layers that read the quantized tensor can take codes.
 
     Call it after rotations and adapters are attached, since layers with a rotation or an adapter need values instead of
     codes. Parameters may be partitions. Raises ValueError, with the reasons, if nothing can be fused.

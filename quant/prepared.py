@@ -157,8 +157,8 @@ def _check(model: nn.Module) -> None:
 
 
 def _left(model: nn.Module, quantization: Quantization) -> str:
-    """Count the modules with unquantized weights by class. Raises ValueError for matrices outside of Linears, as large
-    as the smallest quantized layer, that no pattern exempts."""
+    """Count the modules with unquantized weights by class. Raises ValueError for matrices that no pattern exempts, at
+    least as large as the smallest quantized layer, in modules other than linears, embeddings and convolutions."""
     names: dict[str, list[str]] = {}
     unknown: dict[str, nn.Module] = {}
     smallest = min(layer.weight.numel() for layer in quantization.layers.values())

@@ -32,7 +32,7 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
     """Switch on the rotation of the inputs of selected layers; the caller must then rotate the layers' weights.
 
     ``patterns`` are regexes on full names of quantized layers, ``block`` is an element of :data:`quant.gemm.BLOCKS`.
-    Raises ValueError if a pattern matches nothing, or vLLM would not rotate a layer's input.
+    Raises ValueError if a pattern matches nothing, or a layer's input cannot be rotated as vLLM does it.
     """
     names = list(quantization.layers)
     chosen: dict[str, None] = {}

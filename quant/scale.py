@@ -173,13 +173,14 @@ def _follow(scale: Tensor, own: Tensor) -> float:
 
 
 def _lost(fit: Fit) -> str | None:
-    """Describe single scales that lose nearly all of their weights, or return None."""
+    """Describe single scales at which nearly all of their weights become 0 or are clipped, or return None."""
     lost = (fit.error > LOST * fit.squares) & (fit.own_error < KEPT * fit.error)
     if not bool(lost.any()):
         return None
     return (
-        f"{int(lost.sum())} of {lost.numel()} scales would lose their weights, one is {fit.scale[lost][0]:.3g} where "
-        f"that of the weights themselves is {fit.own[lost][0]:.3g}. Probably the file is damaged"
+        f"{int(lost.sum())} of {lost.numel()} scales would round their weights to 0 or clip them, one is "
+        f"{fit.scale[lost][0]:.3g} where that of the weights themselves is {fit.own[lost][0]:.3g}. Probably the file "
+        "is damaged"
     )
 
 

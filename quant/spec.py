@@ -9,10 +9,10 @@ Terms: a *code* is the stored value (an e4m3 byte, a small integer, an e2m1 nibb
 value, the *grid* is the set of codes, and ``v = x / scale`` is a value measured in codes.
 
 The quantizers compute a scale for each of many equal *runs* of consecutive elements. A block of ``size x size``
-elements covers runs in ``size`` rows, so its scale is repeated for each of them (:func:`per_run`), and what is computed
-per run is combined per block (:func:`per_block`). The last blocks of a weight's rows and columns may be smaller. If
-``size`` does not divide the length of a row, a run has the greatest common divisor of both as its length: 64 for rows
-of 576 in blocks of 128.
+elements has at least one run in each of its ``size`` rows. So its scale is repeated for every run (:func:`per_run`),
+and what is computed per run is combined per block (:func:`per_block`). The last blocks of a weight's rows and columns
+may be smaller. If ``size`` does not divide the length of a row, a run has the greatest common divisor of both as its
+length: 64 for rows of 576 in blocks of 128.
 """
 
 import math

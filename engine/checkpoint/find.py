@@ -247,8 +247,8 @@ def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
 
 
 def _events_before(recipe: Recipe, step: int) -> list[str]:
-    """Describe the events of a recipe before a step: those at a step, and the start of fake quant. They do not happen
-    again in a resumed run, and their effects are in the checkpoint."""
+    """Describe the recipe's events at steps below ``step``, and the start of fake quant if it is below. A resumed run
+    does not repeat them: their effects are in the checkpoint."""
     start = recipe.quant.fake_quant_start
     events = [f"quant.fake_quant_start: {start}"] if 0 <= start < step else []
     return events + [

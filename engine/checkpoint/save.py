@@ -66,7 +66,8 @@ class BestMetric(NamedTuple):
 
 
 class SaveError(RankError):
-    """Error on all ranks: a checkpoint could not be written. Earlier checkpoints and the run's state are unchanged."""
+    """Error on all ranks: a checkpoint could not be written, or older ones could not be removed. The run's state is
+    unchanged, and ``latest`` names a whole checkpoint."""
 
 
 def save_checkpoint(

@@ -133,7 +133,7 @@ def _lock(file: IO[str], kind: int) -> bool | None:
 
 
 def _of_a_running_job(path: Path, text: str, *, locks: bool) -> bool:
-    """Tell if a file that no other process seems to lock belongs to a running job: on another machine, or on any if the
+    """Tell if the job that wrote a file without a lock still runs. It can only if it is on another machine, or if the
     file system has no locks (``locks`` is False). Wait until the file is renewed (True) or too old (False)."""
     try:
         if json.loads(text)["host"] == socket.gethostname() and locks:

@@ -674,7 +674,8 @@ def _losses_of_events(r: Recipe) -> Contradictions:
     refused: set[int] = set()
 
     def follow(index: int) -> set[tuple[bool, bool]]:
-        """Return the states, pairs (lm has a weight, kd has a weight), after an event in any of ``states``."""
+        """Return the pairs (lm has a weight, kd has a weight) that are possible after event ``index``; if both could be
+        0, add the event to ``refused``."""
         given = changes[index].loss or {}
         after = {(given.get("lm", lm) > 0, given.get("kd", kd) > 0) for lm, kd in states}
         if (False, False) in after:

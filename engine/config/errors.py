@@ -42,7 +42,8 @@ DERIVED = "derived"  # recipe -> the default
 
 
 class RecipeError(ValueError):
-    """Error of a bad recipe: one line per problem, which starts with the path of the key, like ``optim.lr``."""
+    """Error of a bad recipe or option: one line per problem, which begins with the key (``optim.lr``), option or
+    file."""
 
     def __init__(self, problems: str) -> None:
         super().__init__("\n".join(map(_printable, problems.split("\n"))))

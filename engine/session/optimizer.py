@@ -331,10 +331,10 @@ def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.M
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale.
+    """Loss scale, dynamic or static.
 
     Attributes:
-        value: scale of the next step; a power of two if dynamic, and if ``least`` is one.
+        value: scale of the next step; a power of two if it is dynamic and ``least`` is a power of two.
         window: steps in a row without overflow after which the scale doubles; None: static scale.
         least: lower limit of the scale.
         good_steps: steps in a row without overflow since the last change.

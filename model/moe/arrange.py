@@ -186,7 +186,7 @@ def _is_chosen(model: nn.Module, block: str, name: str, parts: int, widths: set[
 
 
 def _numbers_of_experts(values: Mapping[str, Any]) -> set[int]:
-    """Collect numbers of experts in a configuration, under any key, including nested configurations."""
+    """Collect the integers above 1 in a configuration, nested ones too, whose keys name a number of experts."""
     found: set[int] = set()
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -281,11 +281,15 @@ def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
     not skip. Raises ValueError for options that no scheme of this project computes."""
     sides = config.get("weight_block_size")
     if sides not in (None, [128, 128]):
-        raise ValueError(f"weight_block_size is {sides!r}, expected [128, 128] or none")
+        raise ValueError(
+            f"weight_block_size is {sides!r}, expected [128, 128] or none: start from the unquantized checkpoint"
+        )
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(f"fmt is {config['fmt']!r}, expected 'e4m3': start from the unquantized checkpoint")
     if config.get("scale_fmt") not in (None, "float", "ue8m0"):
-        raise ValueError(f"scale_fmt is {config['scale_fmt']!r}, expected 'float' or 'ue8m0'")
+        raise ValueError(
+            f"scale_fmt is {config['scale_fmt']!r}, expected 'float' or 'ue8m0': start from the unquantized checkpoint"
+        )
     inputs = FP8_TENSOR
     if config.get("activation_scheme") != "static":
         size = 128 if sides else None

@@ -216,7 +216,7 @@ def _write_fused(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
 
 
 def _plain_weights(item: Item) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weight of each Linear on disk of an unquantized stack of experts, by name."""
+    """Yield the name on disk and the weight of each expert's Linears, for an unquantized stack of experts."""
     for name, part in item.linears.items():
         yield name, part.weight(item.parameters[0].detach())
 

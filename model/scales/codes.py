@@ -184,8 +184,8 @@ def _scales_of(part: LinearPart, spec: TensorSpec) -> tuple[int, int]:
 
 
 def other_weights(sums: Tensor, spec: TensorSpec) -> str | None:
-    """Return the reason why the codes in the files do not belong to the loaded weight; None if they may. ``sums`` are
-    those of :func:`local_products`, added over all ranks."""
+    """Return the reason why codes times scales in the files are not the loaded weight, which is another one or whose
+    scales were changed; None if they may be. ``sums`` are those of :func:`local_products`, added over all ranks."""
     squares, product, rounding, distance = sums[:_TOTALS].tolist()
     if squares == 0:
         return "model.path has zeros where the codes are of other weights" if distance > 0 else None

@@ -55,7 +55,8 @@ class StoredScales(NamedTuple):
     """Scales in the files of a directory, by key.
 
     Attributes:
-        scales: fp32, under the names of compressed-tensors (``weight_scale``, ...), also if the files use other names.
+        scales: fp32; scales of layers have compressed-tensors' names (``weight_scale``, ...) whatever the files call
+            them, scales of the KV cache keep the names in the files.
         zero_points, group_indices: zero points, and GPTQ's group of each column, as stored.
         tensors: headers of all tensors, including scales and zero points.
     """
@@ -173,8 +174,8 @@ class GroupScale:
         group: the group.
         layers: a list of scales in the files for each member of the group that has any, in module order; empty if the
             group's scale comes from elsewhere (measured, or the recipe's initial value).
-        projections: number of Linears per expert in the group's layer, a stack of experts; 0 if the group's layers are
-            no stacks, or have one scale for all experts.
+        projections: number of Linears per expert, if the group's layer is a stack of experts with scales of their own;
+            else 0.
         smallest: True if the smallest of several scales is taken; False for the largest, which inference engines take
             when they fuse layers.
     """

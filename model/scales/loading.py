@@ -512,7 +512,7 @@ def check_fit(
     codes: Mapping[str, FileWeight],
     directory: Path,
 ) -> None:
-    """Compare loaded scales of weights with the weights, before the scales are written; a collective.
+    """Compare loaded scales of weights with the weights, before the model's scales are set; a collective.
 
     Args:
         quantization: returned by ``quant.replace_layers``; the weights are loaded.
@@ -522,9 +522,9 @@ def check_fit(
         directory: directory of the files, for the error.
 
     Raises:
-        RankError: on every rank, naming the layers, both values, and the probable cause: scales do not fit
-            (:mod:`quant.scale`), or their codes belong to other weights (:mod:`model.scales.codes`); or a file cannot
-            be read.
+        RankError: on every rank: scales do not fit (:mod:`quant.scale`), or their codes belong to other weights
+            (:mod:`model.scales.codes`), with the layers, what was found and expected, and the probable cause; or a file
+            cannot be read.
     """
     members: dict[str, list[_Member]] = _members(quantization, loaded, global_scales, codes)
     problems: list[str] = []

@@ -372,8 +372,8 @@ class LeftOut:
             state[FROZEN_PARAM_SHAPES] = {name: full_shape(one) for name, one in kept.items()}
 
     def put_in(self, state: dict[str, Any]) -> None:
-        """Add the excluded parameters, with the model's current values, to ``state``, which was read and is about to be
-        loaded, in place. If the state has no model, nothing is changed."""
+        """Add the excluded parameters, with the model's current values, to ``state`` in place; it was read and is about
+        to be loaded. If the state has no model, nothing is changed."""
         if not self.names or _MODULE not in state:
             return
         own = self.model.state_dict()

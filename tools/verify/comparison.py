@@ -81,14 +81,14 @@ class LogitComparison:
         return perplexity(self.nll[side] / self.predicted)
 
     def row(self, name: str) -> str:
-        """Format all figures as a row of the report's table, called ``name``."""
+        """Format the figures as a row of the report's table, called ``name``."""
         return (
             f"{name:<17} {self.max_abs:>10.3g} {self.mean_abs:>10.3g} {self.kl:>10.3g} {100 * self.top1:>8.3f}% "
             f"{figure(self.perplexity('ours')):>10} {figure(self.perplexity('theirs')):>12}"
         )
 
     def line(self, bound: float) -> str:
-        """Format all figures in one line, with ``bound``, the limit of the KL divergence."""
+        """Format the relative figures in one line, with ``bound``, the limit of the KL divergence."""
         return (
             f"{self.tokens} tokens, KL {self.kl:.2g} (at most {bound:.2g} expected), top-1 {100 * self.top1:.2f}%, "
             f"perplexity {self.perplexity('theirs'):.4f}, ours {self.perplexity('ours'):.4f}: "
