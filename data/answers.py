@@ -501,7 +501,7 @@ class _Writing:
         stop = self._stop(index, own, found.end - last)
         if stop is None and (missing := self.template.ends.first(behind)):
             if behind[: missing[0]].strip() != own.strip():
-                raise self._otherwise(index, f"{behind[: missing[1]][-60:]!r} after it only if no turn follows")
+                raise self._otherwise(index, f"{behind[: missing[1]][-60:]!r} after its text only if no turn follows")
             end = max(found.end, last + len(own.rstrip()))
             return end, end
         if stop is None and (not behind.strip() or self._followed(index).startswith(behind.rstrip())):

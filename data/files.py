@@ -213,8 +213,8 @@ def first_bytes(path: str | PathLike[str]) -> bytes:
 
 
 def other_kind(path: str | PathLike[str]) -> str | None:
-    """Return a clause with the kind of a file that is not plain text, and the remedy (``is gzip-compressed: ...``). The
-    file's first bytes determine the kind; None if these bytes look like text."""
+    """Return a clause with the kind of a file and the remedy (``is gzip-compressed: ...``) if its first bytes are those
+    of a compressed file, an archive, an HTML page or another known kind; else None."""
     return _kind_problem(first_bytes(path), plain=False)
 
 

@@ -302,5 +302,5 @@ def plain(content: Any) -> str:
 
 
 def is_blank(turn: Turn) -> bool:
-    """Return True if a turn has neither text nor tool calls."""
+    """Return True if a turn has no text, no reasoning and no tool calls."""
     return not plain(turn["content"]).strip() and "tool_calls" not in turn and "reasoning_content" not in turn

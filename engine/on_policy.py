@@ -174,7 +174,7 @@ class OnPolicyLoader(Loader):
         if root.name != CURRENT or not (root.parent / RUN).exists():
             raise ServerError(
                 f"it was started with {root}, expected the link {CURRENT!r} of the directory to which this run "
-                "publishes: start it with that link, or publish to the server"
+                "publishes: start it with that link, or give state.publish the server's address"
             )
         probe = self.samples[prompts[0]].input_ids[:PROBE_TOKENS].tolist()
         server.load(newest := root.resolve(), versions_in(root.parent), probe)

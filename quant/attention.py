@@ -100,8 +100,8 @@ def wrap_attention(
     implementations = {_implementation(base, name, attention) for name, attention in attentions.items()}
     if len(implementations) > 1:
         raise ValueError(
-            f"found attention modules with different implementations of {base!r}, expected one in the whole model: set "
-            "model.attn_implementation to another one"
+            f"the model's attention modules use different functions for {base!r}, expected one function for all: set "
+            "model.attn_implementation to another name"
         )
     (implementation,) = implementations
 

@@ -339,9 +339,9 @@ def used_weight(
 
 
 def _input_gradients(ctx: Any, saved: Arguments, grad: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``. Clipped elements
-    are not yet zeroed where :func:`_mask_` follows. The third result is zeros for the weight's theta, if ``wanted`` and
-    the same kernel can write them; else None."""
+    """Compute the gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``. Where
+    :func:`_mask_` follows, it zeroes clipped elements. The third result is a gradient of zeros for the weight's theta,
+    if ``wanted`` and the kernel that decodes the weight can write it; else None."""
     plan, zeros = ctx.plan, None
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
     if quantizer is not None and wanted and saved.weight_codes is not None and is_placeholder(saved.weight):

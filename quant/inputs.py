@@ -40,7 +40,7 @@ class QuantizedInput(NamedTuple):
 
     Attributes:
         values: fake-quantized input; None if the GEMM multiplies codes, or the input is not quantized.
-        codes: codes of the input, packed if its scales are dynamic; None if neither the GEMM nor backward needs them.
+        codes: codes of the input, dynamic e2m1 codes two in a byte; None if neither the GEMM nor backward needs them.
         mask: one bit per element in uint8, 0 where the value was clipped; None if backward does not need it.
         scales: scales of a dynamic input's codes ``[..., groups, 1]`` in their stored format; else None.
     """

@@ -37,7 +37,8 @@ octave). With LSQ's gradient ``Q(v) - v`` for normal numbers, a scale that minim
 values shrinks and clips until the error is 19% above the best (e4m3; 18% for e2m1); with 0 it ends within 1%. Beyond
 its largest number a grid no longer follows ``x``, inside the range or not: if e2m1 counted as clipped only from 7 on,
 the largest value of each group of 32 would settle there, and the error would end 60% above the best instead of 21%. The
-caller multiplies the scale's gradient by ``1/sqrt(numel * qmax)`` for the ``numel`` elements that share the scale.
+caller multiplies the scale's gradient by ``1/sqrt(numel * qmax)`` for the ``numel`` elements of a weight that share
+the scale, or the ``numel`` features of an input.
 
 Non-finite values: NaN stays NaN in ``fq`` and contributes no gradient; an infinity clips to the bound and has no
 gradient, like every clipped value. As a forward may use only the codes of a weight, which hide a NaN, a weight with
@@ -280,8 +281,8 @@ def fake_quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = Non
 
 
 def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
-    """Compute the gradient of :func:`fake_quantize_tokens` from ``grad``, the gradient of its result: straight-through
-    inside the range, 0 outside."""
+    """Compute the gradient of :func:`fake_quantize_tokens`, with the same arguments, from ``grad``, the gradient of its
+    result: straight-through inside the range, 0 outside."""
     return grad.masked_fill(~tokens_inside(x, spec, above), 0)
 
 

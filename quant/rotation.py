@@ -141,7 +141,7 @@ def rotations_from_config(config: Mapping[str, Any] | None) -> list[RotatedInput
                 raise ValueError(f"{key}.{option} is {group.get(option)!r}, expected {expected}")
         for entry in group.get("apply") or []:
             if (place := entry.get("location")) not in ("input", "weight_input"):
-                raise ValueError(f"{key}.apply has the location {place!r}, expected 'input'")
+                raise ValueError(f"{key}.apply has the location {place!r}, expected 'input' or 'weight_input'")
             if place == "input":
                 targets, ignore = entry.get("targets") or [], entry.get("ignore") or []
                 found.append(RotatedInputs(list(targets), list(ignore), block))

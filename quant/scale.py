@@ -78,8 +78,8 @@ def first_input_scale(absmax: Tensor, spec: TensorSpec, headroom: float = 1.0) -
 
 
 def lsq_factor(numel: int, spec: TensorSpec) -> float:
-    """Compute LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``, for ``numel`` elements
-    that share a scale."""
+    """Compute LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``, for the ``numel``
+    elements of a weight that share a scale, or the ``numel`` features of an input."""
     return 1 / math.sqrt(numel * spec.qmax)
 
 

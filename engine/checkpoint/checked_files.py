@@ -19,6 +19,7 @@ from typing import IO, Any, cast
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
+from model.checkpoint.safetensors import AGAIN
 from model.ranks import naming
 from model.save.aside import sync
 from model.zero import CHECKPOINT_GLOBALS, LeftOut
@@ -150,10 +151,11 @@ def read_object(path: Path, *, map_location: Any = None, mmap: bool = False) -> 
     except Exception as error:  # arbitrary content can raise any exception
         found = re.search(r"GLOBAL (\S+)", str(error))
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
-        what = f"asks for {found[1]}" if found else f"cannot be read ({said})"
+        if found is None:
+            raise ValueError(f"{path} cannot be read ({said}): expected a file of torch.save: {AGAIN}") from error
         raise ValueError(
-            f"{path} {what}: expected tensors and plain values, as DeepQAT writes them; anything else could run code, "
-            "and is not loaded"
+            f"{path} asks for {found[1]}: expected tensors and plain values, as DeepQAT writes them; anything else "
+            "could run code, and is not loaded"
         ) from error
 
 

@@ -8,7 +8,7 @@ every rank is done; then ``latest``, a file with the step's name, is replaced by
 ``.partial`` was complete when renamed, and the manifest reveals later damage.
 
 ``best.json`` names the step with the best value of a metric. Its checkpoint is kept when older checkpoints are removed.
-The file is written before ``latest``: a run killed between the two repeats that step and marks it again.
+A save writes this file before ``latest``: a run killed between the two repeats that step and marks it again.
 
 A run with adapters saves fingerprints of the frozen weights in the manifest instead of the weights, which are read from
 ``model.path`` again. A frozen weight that a script has changed is saved.

@@ -72,7 +72,7 @@ class RunLock:
 
         Raises:
             RankError: on every rank: another job runs in the directory (the message has its process, machine and start
-                time), or the file ``.running`` cannot be written.
+                time, if it is known), or the file ``.running`` cannot be written.
         """
         self._path = path = directory / RUNNING
         what = f"output_dir: {str(directory)!r}"

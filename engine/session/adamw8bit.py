@@ -47,7 +47,7 @@ def _lowest(signed: bool) -> int:
 
 @cache
 def _values(signed: bool, device: torch.device) -> Tensor:
-    """List the values of all codes [256], fp32. Signed values are shifted by the lowest, so that level 0 is 0."""
+    """List the values of all codes [256], fp32. Signed: code 0 is exactly 0, and codes from 128 on are negative."""
     bits = torch.arange(_levels(signed), dtype=torch.int32, device=device) + _lowest(signed)
     values = (bits << SHIFT).view(torch.float32)
     return torch.cat([values - values[0], values[0] - values]) if signed else values

@@ -89,8 +89,8 @@ class Checkpoint:
     Attributes:
         tensors: tensors by key, in the order of the files and of the tensors in them.
         problems: problems of the files, one sentence each, which names the file.
-        lost: keys that the index maps to a file that cannot be read, or that lacks them: these do not count as missing,
-            as ``problems`` names the file.
+        lost: keys whose file, according to the index, cannot be read or does not contain them. They do not count as
+            missing, as ``problems`` names the file.
     """
 
     tensors: dict[str, DiskTensor]
@@ -194,7 +194,8 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
 
 
 def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor:
-    """Parse one entry of a header; ``data`` is the tensors' first byte. Raises ValueError if numbers are invalid."""
+    """Parse one entry of a header; ``data`` is the offset of the first tensor. Raises ValueError for invalid
+    numbers."""
     (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
     if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
         raise ValueError(f"{key} has shape {list(shape)} and data_offsets {[begin, end]}, expected integers >= 0")

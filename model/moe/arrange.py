@@ -286,7 +286,8 @@ def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
 
 
 def _tiny(module: nn.Module, of: Experts, stacks: Mapping[str, Tensor]) -> nn.Module:
-    """Copy transformers' ``module`` at the (tiny) sizes of ``of``, with the values of the replacement's ``stacks``."""
+    """Copy transformers' ``module`` at the (tiny) sizes of ``of``, with the values of ``stacks``, by the
+    names of :class:`StackedMLPs`."""
     config = copy.deepcopy(getattr(module, "config", None))
     if config is not None:
         config._experts_implementation = "eager"

@@ -76,7 +76,7 @@ class SourceCheckpoint:
     Attributes:
         tensors: tensors by key; a quantized weight has the key that the plain weight would have.
         problems: problems of the files, one sentence each.
-        lost: keys that the index maps to a file that cannot be read, or that lacks them.
+        lost: keys whose file, according to the index, cannot be read or does not contain them.
         beside: codes, scales and zero points of the quantized weights, and scales of inputs and of keys and values, by
             key.
         kv_cache: number format of keys and values; None if they are not quantized, or their format cannot be read.

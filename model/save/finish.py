@@ -170,15 +170,14 @@ def configuration(
         if taken := sorted(filter(pattern.match, quantized)):
             raise ValueError(
                 f"the entry {entry!r} of ignore in quantization_config would match the quantized {listed(taken, 2)}: "
-                "exempt "
-                "these layers too (quant.exempt_more)"
+                "exempt these layers too (quant.exempt_more)"
             )
     return config
 
 
 def _copied(model: PreTrainedModel, layout: Layout, items: list[Item]) -> list[str]:
-    """List the copied modules, which the model lacks, by the names that the layout's readers use: on disk and in
-    transformers, or for ``vllm_fp8`` the names of their Linears."""
+    """List the copied modules, which the model lacks, each by its name on disk and by its name in transformers. For
+    ``vllm_fp8`` list only their Linears, by their names on disk."""
     if layout == "vllm_fp8":  # its readers only know whole names of Linears
         plain = [item.copied for item in items if item.copied and len(item.copied.shape) == 2]
         return [tensor.key.removesuffix(".weight") for tensor in plain if tensor.key.endswith(".weight")]

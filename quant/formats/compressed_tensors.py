@@ -185,7 +185,7 @@ class TrainedLinear:
     Attributes:
         name: the Linear's name on disk, for messages.
         weight: [out, in]; may be on a GPU.
-        scale: scale of the weight, without theta: s0 is the *effective* fp32 scale of the forward,
+        scale: scale of the weight. theta is None, as s0 contains it: s0 is the *effective* fp32 scale of the forward,
             ``spec.scale_shape(weight.shape)``, already rounded to the stored format, so that storing is lossless.
         input_scale: effective fp32 scale [1] of the inputs, None if the scheme stores none.
         bias: [out] or None.

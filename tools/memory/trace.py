@@ -37,8 +37,8 @@ class Event:
     Attributes:
         kind: ``forward``: a module's call begins; ``forward_end``: a decoder layer's call ends; ``loss``: the loss is
             known, and backward begins; ``backward``: gradients of a decoder layer are about to be computed (once for
-            each of its outputs); ``gradient``: the gradient of a Parameter is complete; ``end``: the micro-batch is
-            over.
+            each of its outputs); ``gradient``: the gradient of a Parameter is complete; ``teacher``: the teacher's
+            whole forward; ``end``: the micro-batch is over.
         name: name of the module or Parameter in the model.
         live: bytes alive at this moment.
         peak: most bytes alive since the event before.

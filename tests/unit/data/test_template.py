@@ -152,7 +152,7 @@ TOGETHER = "{% for m in messages %}{{ m.content if m.role == 'assistant' else '.
                 ),
                 (
                     "m['content'] ~ ('!' if loop.last else '')",
-                    r"found a chat template that writes for the assistant's turn 1 '!<\|im_end\|>' after it only if",
+                    r"found a chat template that writes for the assistant's turn 1 '!<\|im_end\|>' after its text on",
                 ),
             )
         ),
