@@ -9,7 +9,8 @@ evaluated again and need not be on this machine. All other directories are evalu
 by ``launch/evaluate.py``, on one or more ranks; on a text they are also compared with the unquantized model, by KL
 divergence and equal top tokens. Metrics that were measured on different data are refused.
 
-Written to ``--out``: compare.md, and compare.json with all results.
+Written to ``--out``: compare.md, and compare.json with all results. If this compare.json is a file of ``--results``,
+its other results stay in it.
 """
 
 import sys
@@ -59,8 +60,13 @@ def main() -> None:
             if is_quantized(Path(bf16)):
                 say(f"warning: --bf16: {bf16} is quantized, expected the model that PTQ quantized")
             known = read_results(arguments.results)
+            own = arguments.out / "compare.json"
+            kept = read_evaluations(own) if own.resolve() in [file.resolve() for file in arguments.results] else []
             missing = [directory for directory in directories if named(directory) not in known]
-            check_missing(missing, asked=arguments.text is not None or arguments.tasks is not None)
+            asked = arguments.text is not None or arguments.tasks is not None
+            check_missing(missing, asked=asked)
+            if asked and not missing:
+                say("nothing is measured, as --results has results of all models: --text and --tasks have no effect")
             for directory in missing:
                 local_paths(named(directory))  # the weights, too
         if missing:
@@ -86,7 +92,7 @@ def main() -> None:
                 known[named(directory)] = evaluate_checkpoint(directory, questions, device, reference)
                 # After each: a later failure, or metrics that cannot be compared, must not lose results.
                 done = [known[named(one)] for one in missing if named(one) in known]
-                write_results(arguments.out / "compare.json", done)
+                write_results(own, joined(kept, done))
         comparison = Comparison(
             known[named(bf16)],
             {name: known[named(directory)] for name, directory in ptq.items()},
@@ -96,8 +102,15 @@ def main() -> None:
             if problems := comparison.problems():
                 raise ValueError("the results cannot be compared:\n" + "\n".join(problems))
             written = write_comparison(comparison, arguments.out) if is_main() else None
-        write_results(arguments.out / "compare.json", [known[named(directory)] for directory in directories])
-        say(f"\n{comparison_tables(comparison)}\n\n{written}, {arguments.out / 'compare.json'}")
+        write_results(own, joined(kept, [known[named(directory)] for directory in directories]))
+        if left := comparison.left_out():
+            say(f"not compared, as {comparison.bf16.model} has no result of it: {listed(left)}")
+        say(f"\n{comparison_tables(comparison)}\n\n{written}, {own}")
+
+
+def joined(kept: Sequence[Evaluation], new: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return one evaluation of each model, that of ``new`` if both lists have one."""
+    return list({evaluation.model: evaluation for evaluation in (*kept, *new)}.values())
 
 
 def recorded(files: Sequence[Path]) -> set[str]:

@@ -30,7 +30,7 @@ HOUSEKEEPING = re.compile(
     r".*\.(weight|activation)_scale_init_value|dataset\.(name|batch_size)|.*\.kd_alpha|"
     r".*\.teacher_(torch_dtype|device_map|trust_remote_code|low_cpu_mem_usage|use_cache|cache_dir)|"
     r".*\.hf_args\.(logging_first_step|gradient_checkpointing_kwargs\..*|dataloader_num_workers|output_dir)|"
-    r".*\.student_type|device|metric_logger\..*|tokenizer\..*|log_peak_memory_stats|memory_efficient_fsdp_wrap|profiler\..*|"
+    r".*\.student_type|device|metric_logger\..*|tokenizer\.(_component_|path|merges_file)|log_peak_memory_stats|memory_efficient_fsdp_wrap|profiler\..*|"
     r"optimizer\.(foreach|fused)|checkpointer\.(_component_|checkpoint_files.*|model_type|output_dir|recipe_checkpoint)|"
     r"batch_size_val|log_level|custom_sharded_layers|"
     r"model\.(vocab_size|num_layers|num_heads|num_kv_heads|embed_dim|intermediate_dim|max_seq_len|norm_eps|rope_base)"
@@ -212,11 +212,11 @@ def from_angelslim(source: ForeignRecipe) -> Converted:
 
 def _angelslim_quantization(source: ForeignRecipe, made: Converted, quantizer: str) -> None:
     name = source.take("compression.quantization.name")
-    method = source.take_below("compression.quantization.quant_method")
+    method = "compression.quantization.quant_method"
     weights, inputs = NAMES.get(name, ({}, {}))
-    size = {"group_size": method.get("group_size")}
-    weights = weights | size | {"granularity": method.get("weight", "per-tensor")}
-    inputs = (inputs or {}) | {"granularity": method.get("activation", "per-tensor")}
+    size = {"group_size": source.take(f"{method}.group_size")}
+    weights = weights | size | {"granularity": source.take(f"{method}.weight", "per-tensor")}
+    inputs = (inputs or {}) | {"granularity": source.take(f"{method}.activation", "per-tensor")}
     weights |= source.take_below(f"{quantizer}.weight")
     inputs |= source.take_below(f"{quantizer}.activation")
     if source.take(f"{quantizer}.weight_quantizer") == "special":
@@ -455,8 +455,8 @@ def from_torchtune(source: ForeignRecipe) -> Converted:
         made.say("dtype", "bf16: torchtune's optimizer then updates bf16 weights; here it always updates fp32 copies")
     _torchtune_quantizer(source, made)
     made.put("learnable.norm", "adapter" not in made.recipe)
-    data = source.take_below("dataset")
-    files = data.get("data_files") or data.get("source") or data.get("_component_", "train.jsonl")
+    data = {name: source.take(f"dataset.{name}") for name in ("data_files", "source", "_component_", "packed")}
+    files = data["data_files"] or data["source"] or data["_component_"] or "train.jsonl"
     made.put("data.train", [files])
     made.say(
         "dataset",
@@ -464,9 +464,12 @@ def from_torchtune(source: ForeignRecipe) -> Converted:
     )
     if validation := source.take_below("dataset_val"):
         made.say("dataset_val", f"data.eval takes files, data.held_out a share of the samples: {validation}")
-    made.put("data.max_length", source.take("tokenizer.max_seq_len"))
-    made.put("data.packing", bool(data.get("packed")) or None)
-    made.put("data.too_long", "truncate")
+    made.put("data.loss_on", "all")  # as there, all answers of a chat
+    if (length := source.take("tokenizer.max_seq_len")) is not None:
+        made.put("data.max_length", length)
+        made.put("data.too_long", "truncate")
+        made.say("tokenizer.max_seq_len", f"{length}: longer samples lose their end there, here their beginning")
+    made.put("data.packing", bool(data["packed"]) or None)
     made.put("data.micro_batch_size", source.take("batch_size"))
     expect(source, made, "shuffle", True, "samples are always shuffled")
     made.put("data.seed", source.take("seed"))
@@ -522,6 +525,12 @@ def _torchtune_quantizer(source: ForeignRecipe, made: Converted) -> None:
     found = {"Int8DynActInt4WeightQATQuantizer": inputs, "Int4WeightOnlyQATQuantizer": None}
     if name in found:
         put_scheme(made, weights, found[name], "quantizer")
+        if found[name] is None:
+            made.say(
+                "quantizer._component_",
+                f"{name}: the codes of a group span its minimum to its maximum there (asymmetric), here they are "
+                "symmetric; exports for other tools differ",
+            )
     else:
         made.say("quantizer._component_", f"{name}, expected one of {', '.join(found)}: choose a quant.scheme")
     # torchao measures each step's weights, and learns no scales.

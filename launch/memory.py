@@ -46,10 +46,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     recipe = recipe_or_exit(rest, check_files=False)
     if arguments.gpu_gb is not None and not 0 < arguments.gpu_gb < 1e6:
         parser.error(f"--gpu_gb: {arguments.gpu_gb}, expected the memory of a GPU in 10^9 bytes, like 80")
+    for name in ("gpu_gb", "strategies") if arguments.measured is not None else ():
+        if getattr(arguments, name) is not None:
+            parser.error(f"--{name} has no effect with --measured, which compares with one run: leave one of them out")
     gpu_bytes = None if arguments.gpu_gb is None else int(arguments.gpu_gb * GB)
     with clean_exit():
         recipe.validate_models()
         measured = read_measured(arguments.measured) if arguments.measured is not None else None
+        if measured is not None and arguments.ranks not in (None, measured.ranks):
+            parser.error(f"--ranks {arguments.ranks}, expected {measured.ranks}, as in the run of --measured")
         ranks = arguments.ranks or (measured.ranks if measured is not None else 8)
         device = "cuda" if measured is None else measured.device
         planner = Planner(recipe, device=device, ranks_per_node=arguments.ranks_per_node)

@@ -42,6 +42,7 @@ from transformers.utils import logging
 from launch.scripts import find_launcher, option_parser, path_option, run_command
 
 _SCHEMES = ("fp8_static", "w2a16_g32")  # one almost lossless without training, and one that degrades
+_MARKER = ".quickstart"  # file in a folder that may be removed and made again
 VOCABULARY = 512
 LENGTH = 128
 BASE_STEPS, TUNE_STEPS = 300, 60
@@ -65,8 +66,12 @@ def main() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every process warns about a missing GPU
     logging.disable_progress_bar()
     began = time.perf_counter()
+    made_here = out / _MARKER
+    if out.exists() and not made_here.is_file() and (not out.is_dir() or any(out.iterdir())):
+        parser.exit(1, f"error: --out {out} exists and was not made by this script: name another folder\n")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
+    made_here.touch()
 
     steps = iter(range(1, _STEPS + 1))
     if training_dtype() == torch.float32:

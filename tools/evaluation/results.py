@@ -126,6 +126,11 @@ class Comparison:
         """Return the names of the compared metrics: those of the unquantized model, except :data:`REDUNDANT`."""
         return [name for name in self.bf16.measurements if name not in REDUNDANT]
 
+    def left_out(self) -> list[str]:
+        """Return the names of the metrics that PTQ or QAT has, but not the unquantized model."""
+        others = dict.fromkeys(name for one in (*self.ptq.values(), *self.qat.values()) for name in one.measurements)
+        return [name for name in others if name not in self.bf16.measurements and name not in REDUNDANT]
+
     def problems(self) -> list[str]:
         """List the reasons why models cannot be compared, a sentence each: a metric is missing or was measured
         differently."""

@@ -45,11 +45,12 @@ FEWSHOT_SEED = 1234  # lm-evaluation-harness' default
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks and groups with their data, as ``TaskManager.load`` returns them; each task is measured on its first
-    ``limit`` samples, or on all if None."""
+    """Tasks and groups with their data, as ``TaskManager.load`` returns them for ``names``; each task is measured on
+    its first ``limit`` samples, or on all if None."""
 
     loaded: Any
     limit: int | None
+    names: frozenset[str]
 
     def measure(
         self,
@@ -60,7 +61,8 @@ class Tasks:
         batch_size: int,
         dtype: str,
     ) -> dict[str, Measurement]:
-        """Measure each task's metrics, by ``task metric``; for a group with a mean, only the mean. A collective.
+        """Measure each task's metrics, by ``task metric``; for a group with a mean, the mean and the members that were
+        asked for by name. A collective.
 
         ``length`` is the number of tokens per window, or None for the model's context. ``dtype`` is a name that becomes
         part of the conditions of the measurements. Raises RankError if ``length`` is None and the model's context is
@@ -76,7 +78,7 @@ class Tasks:
         found = evaluate(served, self.loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP_DRAWS, log_samples=False)
         assert found is not None, "every rank is rank 0 to lm-evaluation-harness"
         means = [name for name, group in self.loaded["groups"].items() if group.has_aggregation]
-        within = set().union(*(self._members(name) for name in means))
+        within = set().union(*(self._members(name) for name in means)) - self.names
         measurements: dict[str, Measurement] = {}
         for name in (name for name in [*means, *self.loaded["tasks"]] if name not in within):
             conditions = f"{self._conditions(name, found)}, at most {length} tokens, {dtype}"
@@ -149,7 +151,7 @@ def load_tasks(
                     loaded[kind] |= entries
         for name, task in loaded["tasks"].items():
             _prepare(name, task, limit, num_fewshot)
-    return Tasks(loaded, limit)
+    return Tasks(loaded, limit, frozenset(names))
 
 
 def _manager(names: Sequence[str], task_dir: Path | None) -> TaskManager:

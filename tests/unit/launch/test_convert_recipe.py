@@ -1,7 +1,6 @@
 """Configurations of other tools, in the form in which they publish them, and the recipes that come out."""
 
 import json
-import random
 import sys
 from dataclasses import replace
 
@@ -229,16 +228,17 @@ def test_torchtune_trains_all_weights_with_the_scales_of_each_step():
 @pytest.mark.parametrize("tool", FILES)
 def test_every_key_is_converted_or_named(tool, seed):
     """A key of any name anywhere, or another value of a known key: the recipe changes or a note names the key."""
-    chance = random.Random(seed)
     contents = yaml.safe_load(FILES[tool])
     before = converted_recipe(contents)
-    places = [contents]
-    for place in places:
-        places += [value for value in place.values() if isinstance(value, dict)]
-    place = chance.choice(places)
-    place[f"new_{seed}"] = 7
-    after = converted_recipe(contents)
-    assert after.recipe == before.recipe and sum(f"new_{seed}: 7" in note for note in after.notes) == 1
+    places = [("", contents)]
+    for path, place in places:
+        places += [(f"{path}{key}.", value) for key, value in place.items() if isinstance(value, dict)]
+    for path, place in places:
+        place[key := f"new_{seed}"] = 7
+        after = converted_recipe(contents)
+        del place[key]
+        named = sum(f"{key}: 7" in note for note in after.notes)
+        assert after.recipe == before.recipe and named == (HOUSEKEEPING.fullmatch(path + key) is None), path
     for key in ForeignRecipe(yaml.safe_load(FILES[tool])).keys:
         changed = yaml.safe_load(FILES[tool])
         *sections, name = key.split(".")

@@ -11,6 +11,7 @@ import pytest
 from launch import check_model_path
 from launch.scripts import NamedDirectories, find_launcher, int_from, option_parser, path_option
 from model import TRANSFORMERS, check_transformers
+from tests.lib.processes import run_python
 from tests.lib.root import ROOT
 
 # The scripts that look at the path before they import anything heavy.
@@ -156,3 +157,11 @@ def test_paths_of_scripts_are_checked_as_those_of_recipes_are():
         path.name for path in (ROOT / "launch").glob("*.py") if "type=Path" in path.read_text(encoding="utf-8")
     }
     assert unchecked == {"convert_recipe.py"}
+
+
+def test_the_quickstart_removes_no_folder_of_the_user(tmp_path):
+    (mine := tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    for out in (tmp_path, mine):
+        done = run_python("from launch.quickstart import main; main()", "--out", out)
+        assert done.returncode == 1 and "exists and was not made by this script: name another" in done.stderr
+    assert mine.read_text(encoding="utf-8") == "mine"

@@ -326,11 +326,15 @@ def test_what_was_measured_is_printed_beside_the_prediction(
 ) -> None:
     """On the CPU without a peak: the process holds memory of libraries, too."""
     path = runs["hpZ"]
-    main(["--config", str(path), "--measured", str(Path(load_recipe(path).output_dir, "memory.json"))])
+    run = ["--config", str(path), "--measured", str(Path(load_recipe(path).output_dir, "memory.json"))]
+    main(run)
     table = capsys.readouterr().out
     for item, size in measured(path)["items"].items():
         assert f"{size:,} | " in table and f"| {item} " in table
     assert "| peak" not in table
+    with pytest.raises(SystemExit, match="2"):
+        main([*run, "--ranks", "8"])
+    assert "error: --ranks 8, expected " in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -118,6 +118,9 @@ def test_what_was_measured_in_another_way_is_not_comparable(comparison):
         "40,000 tokens"
     )
     assert second == "qat3 has no hellaswag acc, ft has"
+    assert comparison.left_out() == []
+    del comparison.bf16.measurements["hellaswag acc"]
+    assert comparison.left_out() == ["hellaswag acc"]
 
 
 def test_results_there_and_back(comparison, tmp_path):
@@ -194,6 +197,11 @@ def test_script(tmp_path):
         assert part in done.stdout
     assert read_evaluations(out / "compare.json") == [bf16, ptq, qat]
     assert "- QAT w4a16_g32: `elsewhere/qat`" in (out / "compare.md").read_text(encoding="utf-8")
+
+    shorter = ["--bf16", source, "--ptq", f"{SCHEME}={export}", "--text", tmp_path / "text.txt", "--out", out]
+    done = run(*shorter, "--results", out / "compare.json")
+    assert done.returncode == 0 and "--text and --tasks have no effect" in done.stdout, done.stderr
+    assert read_evaluations(out / "compare.json") == [bf16, ptq, qat], "results that were given stay"
 
 
 def test_what_is_neither_known_nor_there_is_named(tmp_path):

@@ -156,6 +156,8 @@ def test_models_get_the_same_requests_examples_included(folder):
 def test_a_group_with_a_mean_stands_for_its_tasks(folder):
     metrics = measured(folder, "tiny_group", "tiny_text")
     assert {name.split()[0] for name in metrics} == {"tiny_group", "tiny_text"}
+    both = measured(folder, "tiny_group", "tiny_choice")
+    assert {name.split()[0] for name in both} == {"tiny_group", "tiny_choice"}, "asked for by name"
     assert metrics["tiny_group acc"].value == measured(folder, "tiny_choice")["tiny_choice acc"].value
 
 

@@ -309,6 +309,9 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*run, "--measured", str(tmp_path / "recipe.yaml")])
     assert "error: --measured" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*run, "--measured", "memory.json", "--gpu_gb", "80"])
+    assert "error: --gpu_gb has no effect with --measured" in capsys.readouterr().err
     for memory in ("nan", "-3", "0", "inf"):
         with pytest.raises(SystemExit, match="2"):
             main([*run, f"--gpu_gb={memory}"])
