@@ -484,9 +484,9 @@ def measure(quantization: Quantization) -> QuantStats:
 
 @contextmanager
 def observed(quant: FakeQuant) -> Iterator[None]:
-    """Context in which inputs are observed. Observers that were on before keep their statistics and stay on; otherwise
-    they are switched off at the end."""
-    own = not quant.quantization.observing
+    """Context in which inputs are observed. Observers that were on before keep their statistics and stay on. Others are
+    switched off at the end, and get back the statistics that they had before, from which scales may be measured."""
+    own, before = not quant.quantization.observing, quant.quantization.seen()
     if own:
         quant.observe(True)
     try:
@@ -494,3 +494,4 @@ def observed(quant: FakeQuant) -> Iterator[None]:
     finally:
         if own:
             quant.observe(False)
+            quant.quantization.restore_seen(before)

@@ -276,8 +276,8 @@ def save(state: LoopState) -> None:
 
 def _measured(state: LoopState) -> BestMetric | None:
     """Return the metric that selects the best checkpoint; None if this step has no value of it. Values are comparable
-    only for the same held-out samples, except for lm the same distillation, and for the total the same weights of the
-    losses."""
+    only for the same held-out samples, except for lm the same distillation, for the total the same weights of the
+    losses, and if all were measured with quantization or all without."""
     best, loss, objective = state.recipe.eval.best, state.recipe.loss, state.objective()
     metric = f"eval/kd/{loss.kd}" if best == "kd" else f"eval/{best}"
     if state.held_out is None or state.evaluations.step != state.step or metric not in state.evaluation:
@@ -285,6 +285,7 @@ def _measured(state: LoopState) -> BestMetric | None:
     of: list[Any] = [state.held_out.samples.key]
     of += [asdict(objective.kd), Path(loss.teacher or "").name] if best != "lm" else []
     of += [state.evaluations.weights] if best == "total" else []
+    of += ["unquantized"] if state.recipe.never_quantizes() and not state.quant.enabled else []
     return BestMetric(metric, state.evaluation[metric], digest(of))
 
 

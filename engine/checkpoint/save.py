@@ -232,7 +232,8 @@ def mark_best(directory: Path, step: int, measured: BestMetric | None, *, keep: 
 def _mark(directory: Path, name: str, measured: BestMetric | None) -> Best | None:
     """Mark a checkpoint if its value is below the best checkpoint's; return the checkpoint that is now the best.
 
-    A mark that is damaged, not finite, or of an earlier checkpoint of this step is removed. Any finite value replaces a
+    A mark that is damaged, not finite, or of this step or a later one is removed: the run was resumed from before the
+    marked checkpoint, and does not continue it. Any finite value replaces a
     mark of another metric, or of one computed otherwise. A value that is not finite is never marked. A failed write is
     only a warning.
     """
@@ -243,7 +244,7 @@ def _mark(directory: Path, name: str, measured: BestMetric | None) -> Best | Non
         except ValueError as error:
             say(f"warning: {error}")
             (directory / BEST).unlink()
-        if best is not None and (best.name == name or not math.isfinite(best.value)):
+        if best is not None and (best.name >= name or not math.isfinite(best.value)):
             (directory / BEST).unlink()
             best = None
         if measured is not None and math.isfinite(measured[1]):
@@ -251,8 +252,8 @@ def _mark(directory: Path, name: str, measured: BestMetric | None) -> Best | Non
             comparable = best is not None and (best.metric, best.of) == (mark.metric, mark.of)
             if best is not None and best.metric == mark.metric and not comparable:
                 say(
-                    f"best checkpoint: {best.name} was measured with other losses, loss weights or held-out samples; "
-                    f"{name} takes its place"
+                    f"best checkpoint: {best.name} was measured with other losses, loss weights or held-out samples, "
+                    f"or without quantization; {name} takes its place"
                 )
             if best is None or not comparable or mark.value < best.value:
                 replace_text(directory / BEST, json.dumps(asdict(mark), indent=1))

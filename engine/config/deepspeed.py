@@ -435,9 +435,9 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
     """Set fp32 gradient accumulation for 16-bit parameters where DeepSpeed can (stages 1-3); return the problems.
 
     Under stage 3 gradients are summed over the ranks in the parameters' type. With one micro-batch per step nothing is
-    added to this sum, so it is stored in that type: half the bytes, and the same results. quant.quantized_all_gather
-    changes the sum, so it stays in fp32. On stages 1 and 2 other code of DeepSpeed would run: stage 1 would compute the
-    norm in another way, and stage 2 would need a copy in the step.
+    added to this sum, so it is stored in that type: half the bytes, and the same results. It stays in fp32 if
+    quant.quantized_all_gather changes the sum, or communication_data_type is another type. On stages 1 and 2 other code
+    of DeepSpeed would run: stage 1 would compute the norm in another way, and stage 2 would need a copy in the step.
     """
     types = config.setdefault("data_types", {})
     stage = config.get("zero_optimization", {}).get("stage")
@@ -445,6 +445,12 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
     if written != "auto":
         types["grad_accum_dtype"] = written
     own = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[recipe.model.dtype]
+    reduced = config.get("communication_data_type", "auto")
+    if reduced == "fp16" and own != "fp16":
+        return [
+            "communication_data_type is 'fp16', expected fp32 or bf16: without a loss scale fp16 rounds gradients below "
+            "3e-8 to 0, which those of scales often are"
+        ]
     # On stage 0 DeepSpeed raises "unsupported mix" for anything but the parameters' own type.
     only_own = stage == 0 and own != "fp32"
     if written not in ("auto", own) and (only_own or written != "fp32"):
@@ -455,6 +461,7 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
         return [f"data_types.grad_accum_dtype is {written!r}{why}"]
     if own != "fp32" and not only_own:
         unchanged = recipe.train.gradient_accumulation_steps == 1 and not recipe.quant.quantized_all_gather
+        unchanged = unchanged and reduced in (None, "auto", own)
         types.setdefault("grad_accum_dtype", own if stage == 3 and unchanged else "fp32")
     return []
 

@@ -12,7 +12,14 @@ import torch
 
 from data.loader import model_inputs, pack_rows, pad
 from data.samples import Sample
-from engine.fake_quant import FakeQuant, calibrate_inputs, check_input_scales, observed_input_scales, observing_tokens
+from engine.fake_quant import (
+    FakeQuant,
+    calibrate_inputs,
+    check_input_scales,
+    observed,
+    observed_input_scales,
+    observing_tokens,
+)
 from model.ranks import RankError
 from model.scales.in_place import input_scales, renew_weight_scales, write_scales
 from quant import Ranges, replace_layers
@@ -121,6 +128,25 @@ def test_observers_that_saw_nothing_are_not_blamed_on_the_layers(fp8):
     with pytest.raises(RankError, match=r"observers have seen no inputs: let them watch \(observe: true\)") as error:
         observed_input_scales(fp8.quantization, owners)
     assert "quant.exempt" not in str(error.value)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_statistics_for_curves_leave_the_observers_as_they_were(fp8, on):
+    """Scales may still be measured from what observers saw before they were switched off."""
+    session = {"quantization": fp8.quantization, "uncalibrated": frozenset(), "recipe": minimal(), "model": fp8.model}
+    quant = FakeQuant(SimpleNamespace(engine=fp8.model, device=CPU, overrides=None, **session))
+    fp8.quantization.observe(True)
+    fp8.model(**model_inputs(fp8.batches[0]), use_cache=False)
+    if not on:
+        fp8.quantization.observe(False)
+    before = fp8.quantization.seen()
+    with observed(quant):
+        fp8.model(**model_inputs(fp8.batches[1]), use_cache=False)
+        totals = [group.observer.total for group in fp8.quantization.input_groups]
+    after = fp8.quantization.seen()
+    assert fp8.quantization.observing == on and all(totals)
+    assert (after == before) != on, "on, they go on to watch"
+    fp8.quantization.observe(False)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -252,6 +252,20 @@ def test_a_total_belongs_to_the_weights_that_it_was_measured_with():
     assert _measured(state) != before
 
 
+def test_a_value_without_quantization_is_not_compared_with_one_with_it():
+    """A run with fake_quant_start -1 may be resumed with fake quant."""
+    held_out, found = SimpleNamespace(samples=SimpleNamespace(key="samples")), []
+    for start, on in ((-1, False), (-1, True), (0, True), (0, False)):  # a script may switch it on at -1
+        recipe = minimal(eval={"every": 1}, data={"held_out": 4}, quant={"fake_quant_start": start})
+        evaluations = HeldOutResults()
+        evaluations.record(3, {"eval/lm": 2.0}, {})
+        state: Any = SimpleNamespace(recipe=recipe, held_out=held_out, step=3, evaluations=evaluations)
+        state.evaluation, state.objective = evaluations.last, Objective
+        state.quant = SimpleNamespace(enabled=on)
+        found.append(_measured(state).of)
+    assert found[1:] == [found[1]] * 3 and found[0] != found[1]
+
+
 @pytest.mark.parametrize(("before", "late"), [(4, False), (2, True), (None, True)])
 def test_events_wait_for_an_evaluation_that_a_signal_has_prevented(monkeypatch, before, late):
     """The resumed run makes up for it, and for the recipe's conditions on its results; others were checked."""

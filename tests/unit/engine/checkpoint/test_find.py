@@ -73,7 +73,8 @@ def test_values_that_were_computed_otherwise_are_not_compared(tmp_path, capsys):
         write_step(tmp_path, step, measured=("eval/total", value, of))
         assert best_checkpoint(tmp_path).step == [1, 2, 3, 3, 5][step - 1]
     said = (
-        "best checkpoint: step_00000002 was measured with other losses, loss weights or held-out samples; step_00000003"
+        "best checkpoint: step_00000002 was measured with other losses, loss weights or held-out samples, or without "
+        "quantization; step_00000003"
     )
     assert capsys.readouterr().out == f"{said} takes its place\n"
 
@@ -87,6 +88,8 @@ def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path,
     assert [marked(1, 3.0), marked(2, 2.0), marked(3, 2.5)] == [(1, 3.0), (2, 2.0), (2, 2.0)]
     # Resumed from before it, the run comes to step 2 again: what was the best is not there any more.
     assert marked(2, 2.2) == (2, 2.2)
+    # Resumed from before it, the run comes to step 1 again, and later to step 2: that one is not its own.
+    assert [marked(1, 2.4), marked(2, 2.6), marked(2, 2.2)] == [(1, 2.4), (1, 2.4), (2, 2.2)]
     assert marked(3, 5.0, "eval/total") == (3, 5.0)
     # A loss that is not finite is no best one, and a mark with one does not stay for ever.
     assert marked(4, math.nan, "eval/total") == (3, 5.0)

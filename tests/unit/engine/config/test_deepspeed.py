@@ -97,9 +97,14 @@ def test_shipped_files_take_the_recipes_values(name: str, dtype: str) -> None:
 def test_a_single_micro_batch_accumulates_nothing(
     tmp_path: Path, stage: int, dtype: str, quant: dict[str, Any], expected: str | None
 ) -> None:
-    content, train = {"zero_optimization": {"stage": stage}}, {"gradient_accumulation_steps": 1}
+    content: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    train = {"gradient_accumulation_steps": 1}
     found = resolve_file(tmp_path, content, dtype=dtype, train=train, quant=quant)
     assert found["data_types"].get("grad_accum_dtype") == expected
+    # A sum over the ranks in fp32 must not be rounded.
+    content["communication_data_type"] = "fp32"
+    found = resolve_file(tmp_path, content, dtype=dtype, train=train, quant=quant)
+    assert found["data_types"].get("grad_accum_dtype") == (expected and "fp32")
 
 
 def test_equal_values_and_foreign_keys_are_kept(tmp_path: Path) -> None:
@@ -262,6 +267,7 @@ wall_clock_breakdown: 'no'                      | wall_clock_breakdown: Input sh
 zero_allow_untested_optimizer: 1                | zero_allow_untested_optimizer: Input should be a valid boolean
 log_level: loud                                 | log_level: Input should be 'debug', 'info', 'warning', 'error' or
 log_level: [info]                               | log_level: Input should be 'debug', 'info', 'warning', 'error' or
+communication_data_type: fp16                   | communication_data_type is 'fp16', expected fp32 or bf16: without
 communication_data_type: int8                   | communication_data_type: Input should be 'fp16', 'bf16' or 'fp32'
 data_types: {param_dtype: fp32}                 | data_types.param_dtype: Extra inputs are not permitted, found 'fp32'
 data_types: {grad_accum_dtype: int8}            | data_types.grad_accum_dtype is 'int8', expected fp32 (the default)
