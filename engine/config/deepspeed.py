@@ -448,8 +448,8 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
     reduced = config.get("communication_data_type", "auto")
     if reduced == "fp16" and own != "fp16":
         return [
-            "communication_data_type is 'fp16', expected fp32 or bf16: without a loss scale fp16 rounds gradients below "
-            "3e-8 to 0, which those of scales often are"
+            "communication_data_type is 'fp16', expected fp32 or bf16: without a loss scale fp16 rounds gradients "
+            "below 3e-8 to 0, which those of scales often are"
         ]
     # On stage 0 DeepSpeed raises "unsupported mix" for anything but the parameters' own type.
     only_own = stage == 0 and own != "fp32"
