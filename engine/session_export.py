@@ -119,12 +119,14 @@ def _template(recipe: Recipe) -> Path | None:
 # Model types whose scales of keys and values vLLM drops: it serves fp8 caches with scales of 1.0 (its issue 54623; the
 # loader of Qwen3-Next is the same). Prefixes, for the types of composite models and of their text parts.
 CACHE_SCALES_DROPPED = ("qwen3_5", "qwen3_next")
+# The Linear of multi-head latent attention that vLLM multiplies into the others (``get_and_maybe_dequant_weights``).
+LATENT = ".kv_b_proj"
 
 
 def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
     """Refuse, before training, a model whose export could not be written; a collective. Raises RankError on every
-    rank. Warn if transformers could not load the export, or vLLM would drop its scales of keys and values. Do nothing
-    if only an adapter is written."""
+    rank. Warn if transformers could not load the export, or vLLM would compute something else. Do nothing if
+    only an adapter is written."""
     layout = layout_of(recipe)
     if layout is None:
         return
@@ -140,6 +142,15 @@ def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quant
             f"warning: vLLM drops the scales of keys and values of {kind} (its issue 54623) and serves them with 1.0: "
             "its results will differ from training. Choose a quant.scheme that does not quantize keys and values, or a "
             "server that reads k_scale and v_scale"
+        )
+    latent = [
+        name for name, layer in quantization.layers.items() if name.endswith(LATENT) and layer.scheme.stored_input
+    ]
+    if latent and layout in ("compressed", "modelopt") and not recipe.never_quantizes():
+        say(
+            f"warning: vLLM reads the weights of {latent[0]} for decoding by sending 1.0 through its stored input "
+            "scale, which rounds it: the weights get a factor, and results differ from training. Add '.*\\.kv_b_proj' "
+            "to quant.exempt_more, or choose a scheme with dynamic or unquantized inputs"
         )
     check_plan(
         model,

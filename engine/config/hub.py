@@ -25,8 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 from engine.config.errors import without_weights
 
-Kind = Literal["model", "adapter", "chat", "text", "mixed", "on_policy"]
-"""Contents of a repository: a model, an adapter of peft, or a data set of one data.kind."""
+Kind = Literal["model", "scales", "adapter", "chat", "text", "mixed", "on_policy"]
+"""Contents of a repository: a model, the scales of a model, an adapter of peft, or a data set of one data.kind."""
 
 HUB = "hub"  # key of a field's metadata; its value is the Kind of the named repositories, or "data": data.kind
 _NAME = re.compile(
@@ -227,7 +227,8 @@ def _line(error: BaseException) -> str:
 
 
 def _files(directory: Path, files: Sequence[str], kind: Kind, *, weights: bool, code: bool) -> list[str]:
-    """Choose the files of a checkpoint, weights by its index. Raises HubError: no safetensors, or a damaged index."""
+    """Choose the files of a checkpoint, weights by its index; for ``scales`` also safetensors files outside the index,
+    in which llm-compressor writes scales of keys and values. Raises HubError: no safetensors, or a damaged index."""
     chosen = [file for file in files if "/" not in file and any(fnmatch.fnmatch(file, one) for one in SMALL_FILES)]
     chosen += fnmatch.filter(files, "additional_chat_templates/*.jinja")
     chosen += fnmatch.filter(files, "*.py") if code else []
@@ -243,9 +244,11 @@ def _files(directory: Path, files: Sequence[str], kind: Kind, *, weights: bool, 
             raise HubError(f"{INDEX} is damaged ({_line(error)}): remove {directory} to fetch it again") from error
     else:
         named_weights = ["model.safetensors"]
+    if kind == "scales":
+        named_weights += sorted({file for file in fnmatch.filter(files, "*.safetensors") if "/" not in file})
     if missing := [file for file in named_weights if file not in files]:
         raise HubError(f"it has no {missing[0]}, expected safetensors{without_weights(list(files))}")
-    return [*chosen, *named_weights]
+    return [*chosen, *dict.fromkeys(named_weights)]
 
 
 def _data_files(name: HubName, kind: Kind, files: Sequence[str]) -> list[str]:

@@ -126,7 +126,7 @@ class QuantRecipe:
     """Regexes; a linear layer whose whole module name matches one stays unquantized. Replaces the default list."""
     exempt_more: list[str] = field(default_factory=list, metadata=each(regex()))
     """Regexes in addition to quant.exempt, whose default list stays in force."""
-    scales: str | None = field(default=None, metadata=_CHECKPOINT | only_with(QUANTIZES) | {HUB: "model"})
+    scales: str | None = field(default=None, metadata=_CHECKPOINT | only_with(QUANTIZES) | {HUB: "scales"})
     """Directory of a PTQ checkpoint, or a name like model.path, to take the scales from. null: weights are measured,
     activations calibrated."""
     start: str | None = field(default=None, metadata=_CHECKPOINT | {HUB: "model"})

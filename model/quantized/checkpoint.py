@@ -67,6 +67,7 @@ from quant import DEFAULT_EXEMPT, SCHEMES, QuantLayer, Rule, Scheme, TensorSpec
 from quant.formats.compressed_tensors import packed_shapes
 from quant.formats.modelopt import DYNAMIC, names_of
 from quant.linear import LinearPart, StackedLinear, check_sizes, linears_of
+from quant.spec import FP8_TENSOR
 
 
 @dataclass
@@ -80,6 +81,8 @@ class SourceCheckpoint:
         beside: codes, scales and zero points of the quantized weights, and scales of inputs and of keys and values, by
             key.
         kv_cache: number format of keys and values; None if they are not quantized, or their format cannot be read.
+        cache_scales: number format for which the scales of keys and values in the files are, if there are any: fp8 for
+            ``quant_method: fp8``, which names none, else ``kv_cache``.
     """
 
     tensors: dict[str, DiskTensor | QuantizedTensor]
@@ -87,6 +90,7 @@ class SourceCheckpoint:
     lost: set[str]
     beside: dict[str, DiskTensor] = field(default_factory=dict)
     kv_cache: TensorSpec | None = None
+    cache_scales: TensorSpec | None = None
 
     def is_damaged(self, key: str) -> bool:
         """Return True if the files have codes of the weight ``key``; ``problems`` then says why ``tensors`` has no such
@@ -143,11 +147,30 @@ def _with_weights(checkpoint: Checkpoint, directory: Path, model: PreTrainedMode
     except ValueError as error:
         raise CheckpointError(f"{described_in(directory)}: {error}") from error
     plain = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in found.beside}
+    if packing is not None and model is not None:
+        for key in _zero_biases(plain, coded, our_names(), model):
+            del plain[key]
     problems = checkpoint.problems + found.problems
     source = SourceCheckpoint({**plain, **coded}, problems, checkpoint.lost, found.beside)
     with suppress(ValueError):
         source.kv_cache = kv_cache_of(config)
+    source.cache_scales = FP8_TENSOR if config["quant_method"] == "fp8" else source.kv_cache
     return source
+
+
+def _zero_biases(
+    plain: Mapping[str, DiskTensor], coded: Iterable[str], our_names: Mapping[str, str], model: PreTrainedModel
+) -> list[str]:
+    """List the biases of zeros of quantized Linears that have no bias in ``model``: AutoGPTQ writes them."""
+    own = {name for name, _ in model.named_parameters()}
+    found = []
+    with Reader() as reader:
+        for weight in coded:
+            name = weight.removesuffix(".weight")
+            bias = plain.get(key := f"{name}.bias")
+            if bias is not None and f"{our_names.get(name, name)}.bias" not in own:
+                found += [] if bool(read_tensor(reader, bias).any()) else [key]
+    return found
 
 
 def source_schemes(

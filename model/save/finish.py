@@ -35,6 +35,7 @@ from quant.rules import name_patterns
 COPIED = (
     "generation_config.json",
     "tokenizer*",
+    "tekken.json",
     "vocab.*",
     "merges.txt",
     "*.model",
@@ -68,8 +69,9 @@ def write_config(
     dtype: torch.dtype | None,
 ) -> None:
     """Write config.json: the source's, with ``dtype`` (None keeps the source's) and a quantization_config that
-    describes the tensors of ``items``. With ``as_source`` the source's quantization_config stays, without ``scale_fmt``
-    where :func:`rounds_scales` is True; otherwise the layout ``modelopt`` also gets hf_quant_config.json.
+    describes the tensors of ``items``. With ``as_source`` the source's quantization_config stays, without
+    ``sparsity_config``, and without ``scale_fmt`` where :func:`rounds_scales` is True; otherwise the layout
+    ``modelopt`` also gets hf_quant_config.json.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
     attention implementation) do not leak into it. If nothing changes, the file is copied.
@@ -80,6 +82,7 @@ def write_config(
             part.pop(key, None)
         if rounds_scales(kept := part.get("quantization_config") or {}):
             del kept["scale_fmt"]
+        kept.pop("sparsity_config", None)  # training does not keep zeros
     # Older checkpoints spell it torch_dtype, which older readers need.
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")

@@ -94,7 +94,12 @@ def _targets(layers: Mapping[str, Scheme], scheme: Scheme, anywhere: bool) -> li
             (mine if its == scheme else others)[name] = None
         else:
             (whole if its == scheme else others)[expert["experts"]] = None
-    return name_patterns(mine, others, anywhere=anywhere) + name_patterns(whole, others, r"\..+", anywhere=anywhere)
+    # transformers decodes all experts with the first group that has "experts" in a pattern: not shared_experts.
+    named = [
+        re.sub("(?<=[a-z_])experts", "expert[s]", entry) if entry.startswith("re:") else entry
+        for entry in name_patterns(mine, others, anywhere=anywhere)
+    ]
+    return named + name_patterns(whole, others, r"\..+", anywhere=anywhere)
 
 
 def quantization_args(spec: TensorSpec) -> dict[str, Any]:
@@ -177,6 +182,13 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
         raise ValueError(f"quant_method is {config.get('quant_method')!r}, expected 'compressed-tensors'")
     if config.get("transform_config"):
         raise ValueError("transform_config is set, expected none: rotated weights and inputs are not supported")
+    sparsity = config.get("sparsity_config") or {}
+    form, structure = sparsity.get("format", "dense"), sparsity.get("sparsity_structure")
+    if form != "dense" or structure == "2:4":
+        raise ValueError(
+            f"sparsity_config has format {form!r} and sparsity_structure {structure!r}, expected dense weights, as "
+            "training does not keep zeros: start from the checkpoint without sparsity"
+        )
     rules = [Rule(None, _regex(entry)) for entry in config.get("ignore") or []]
     named: dict[str, Scheme] = {}
     for name, group in (config.get("config_groups") or {}).items():

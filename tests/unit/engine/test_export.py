@@ -51,6 +51,8 @@ DROPPED = "warning: vLLM drops the scales of keys and values of {} (its issue 54
         ),
         ("qwen3_moe", "nvfp4_w4a4", "warning: transformers reads NVFP4 experts without their global scales"),
         ("qwen3", "nvfp4", ""),
+        ("deepseek_v3", "fp8_static", "warning: vLLM reads the weights of model.layers.0.self_attn.kv_b_proj for"),
+        ("deepseek_v3", "fp8_dynamic", ""),
     ],
 )
 def test_readers_that_drop_scales_are_named_before_the_run(tmp_path, capsys, family, scheme, said) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config.config import FETCHED, recipe_options
-from engine.config.hub import HUB, HubName, parse_name
+from engine.config.hub import HUB, INDEX, HubName, _files, parse_name
 from tests.lib.hub import Hub, serving
 from tests.lib.processes import run_python
 from tests.lib.recipes import minimal, write_minimal
@@ -344,3 +344,12 @@ def test_every_script_asks_for_the_names_that_it_is_given(tmp_path):
             f"{key}: 'no/such'" in line
             and "Hugging Face Hub: the cache does not have it, and the Hub cannot be" in line
         )
+
+
+@pytest.mark.parametrize(("kind", "more"), [("model", []), ("scales", ["kv_cache.safetensors"])])
+def test_scales_are_fetched_from_files_outside_the_index_too(tmp_path, kind, more):
+    """Of a directory on this machine quant.scales reads every safetensors file; llm-compressor writes such files."""
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    files = ["config.json", INDEX, "model-1.safetensors", "kv_cache.safetensors", "onnx/model.safetensors"]
+    chosen = _files(tmp_path, files, kind, weights=True, code=False)
+    assert chosen == ["config.json", INDEX, "model-1.safetensors", *more]

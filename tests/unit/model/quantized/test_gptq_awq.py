@@ -12,8 +12,9 @@ from model.checkpoint.safetensors import CheckpointError, Reader, read_headers
 from model.quantized.checkpoint import read_columns
 from model.quantized.quantization_config import packing_of, rules_of
 from model.ranks import RankError
+from model.save.export_model import export_model
 from model.scales.loading import load_scales
-from tests.lib.checkpoints import CPU, edit_json, load_model, quantize
+from tests.lib.checkpoints import CPU, edit_checkpoint, edit_json, load_model, quantize, read_tensors
 from tests.lib.published import NAME, config_of, gptq_checkpoint, packed_linear
 from tests.lib.tiny import tiny_checkpoint
 
@@ -90,6 +91,26 @@ def test_where_only_scales_are_read_the_error_names_what_reads_the_codes(tmp_pat
     (directory / "config.json").unlink()
     with pytest.raises(RankError, match=r"has qweight, .*: give it, with its config\.json, as quant\.start instead of"):
         load_scales(model, quantization, directory)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_biases_of_zeros_that_the_model_lacks_are_left_out(tmp_path, value):
+    """AutoGPTQ writes one for each Linear."""
+    directory, weights = gptq_checkpoint(tmp_path, "gptq")
+    name = next(iter(weights))
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{name}.bias"] = torch.full((len(weights[name]),), value, dtype=torch.float16)
+
+    edit_checkpoint(directory, add)
+    if value:
+        with pytest.raises(RankError, match=rf"unexpected: {name}\.bias"):
+            load_model(directory, torch.float16)
+        return
+    model = load_model(directory, torch.float16)
+    assert torch.equal(model.get_parameter(f"{name}.weight"), weights[name].half())
+    export_model(model, quantize(model, "w4a16_g32"), directory, tmp_path / "export")
+    assert f"{name}.bias" not in read_tensors(tmp_path / "export")
 
 
 @pytest.mark.parametrize(("kind", "file"), [("gptq", "quantize_config.json"), ("awq", "quant_config.json")])

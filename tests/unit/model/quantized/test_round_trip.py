@@ -220,6 +220,20 @@ def test_modelopts_fp8_with_keys_and_values_comes_back(tmp_path, inside):
         resolve_source(QuantRecipe(scheme="source"), str(theirs))
 
 
+def test_vllms_fp8_with_keys_and_values_comes_back(tmp_path):
+    """Its quantization_config names no format of keys and values."""
+    source = tiny_checkpoint(tmp_path / "source", "qwen3", seed=random.randrange(2**31), wide=True)
+    model, quantization = with_caches(source)
+    for group in [*quantization.weight_groups, *quantization.input_groups]:
+        group.s0.data.uniform_(0.01, 0.1)
+    export_model(model, quantization, source, tmp_path / "export", layout="vllm_fp8")
+    model, quantization = with_caches(tmp_path / "export")
+    report = take_scales(model, quantization, tmp_path / "export")
+    assert not report.inputs_missing and not report.weights_measured
+    export_model(model, quantization, tmp_path / "export", tmp_path / "again", layout="vllm_fp8")
+    assert_same_tensors(tmp_path / "again", tmp_path / "export")
+
+
 def test_another_format_keeps_no_configuration_of_the_source(tmp_path):
     """Wherever a composite model has it; the format of the source keeps it there."""
     source = VARIANTS["qwen3_5"].checkpoint(tmp_path / "source", seed=random.randrange(2**31))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import is_match, match_targets
+from transformers.integrations.compressed_tensors import get_dense_scheme, get_experts_scheme
 
 from quant.formats.config_groups import ignore_patterns, kv_cache_from_config, quantization_config, rules_from_config
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
@@ -125,6 +126,20 @@ def test_mixed_schemes_give_groups_that_no_reader_confuses():
     assert len(targets) < 16
 
 
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_shared_experts_are_not_taken_for_the_experts(anywhere):
+    """transformers decodes all experts with the first group that has "experts" in a pattern."""
+    layers = {}
+    for i in range(3):
+        parent = f"model.layers.{i}.mlp"
+        layers |= {f"{parent}.shared_experts.{leaf}_proj": SCHEMES["w4a16_g32"] for leaf in ("gate", "up")}
+        layers |= {f"{parent}.experts.{expert}.up_proj": SCHEMES["w8a16_g32"] for expert in range(2)}
+    config = quantization_config(layers, [], anywhere=anywhere)
+    assert get_experts_scheme(QuantizationConfig(**config)).weights.num_bits == 8
+    assert get_dense_scheme(QuantizationConfig(**config)).weights.num_bits == 4
+    assert all(read(config, name) is scheme for name, scheme in layers.items())
+
+
 def test_experts_of_one_layer_with_several_schemes_and_modules_that_are_no_linear_to_vllm_are_named():
     layers = {f"model.layers.{i}.mlp.experts.{e}.up_proj": SCHEMES["w4a16_g32"] for i in range(2) for e in range(2)}
     config = quantization_config({**layers, "lm_head": SCHEMES["w4a16_g32"]}, [], no_linears=["lm_head"])
@@ -184,6 +199,11 @@ GROUP = "config_groups.group_0"
     ("change", "message"),
     [
         (lambda c, g: c.update(quant_method="fp8"), "quant_method is 'fp8'"),
+        (lambda c, g: c.update(sparsity_config={"format": "sparse-24-bitmask"}), "has format 'sparse-24-bitmask' and"),
+        (
+            lambda c, g: c.update(sparsity_config={"sparsity_structure": "2:4"}),
+            "sparsity_structure '2:4', expected",
+        ),
         (lambda c, g: g.update(targets=["Embedding"]), f"{GROUP}.targets has 'Embedding', expected 'Linear'"),
         (lambda c, g: c["config_groups"].update(again=g), "'Linear', which another group has too: keep one"),
         (lambda c, g: g.update(output_activations={}), f"{GROUP}.output_activations is set"),
