@@ -11,10 +11,10 @@ may repeat the step. So a batch is a function of the step and of the stored answ
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from data.cache import digest
 from data.loader import Loader, MicroBatch, pad
 from data.samples import Sample
 from engine.checkpoint.checked_files import replace_text
@@ -30,7 +31,7 @@ from engine.cluster.job import StopRequests
 from engine.config.config import Recipe
 from engine.publish import CURRENT, PROBE_TOKENS, RUN, STARTED, ServerError, VllmServer, versions_in
 from engine.state import NoSamplesError
-from model.ranks import from_main, is_main, say, words_of
+from model.ranks import made_by_main, say, words_of
 
 AT_ONCE = 256  # number of requests
 AGAIN_SECONDS = 1.0
@@ -70,14 +71,14 @@ class OnPolicyLoader(Loader):
         its answers. Raises NoSamplesError on every rank if rank 0 has no answers: the server fails for too long, or
         fails after a stop request; it serves a version that is not allowed; an answer has a token that the teacher
         lacks; or stored answers are damaged or answer other prompts."""
-        answers: list[WrittenAnswer] = []
-        problem: str | None = None
-        if is_main():
+
+        def tried() -> tuple[list[WrittenAnswer], str | None]:
             try:
-                answers = self._answers(k)
+                return self._answers(k), None
             except (OSError, ValueError) as error:
-                problem = f"step {k} has no samples: {words_of(error)}"
-        answers, problem = from_main((answers, problem))
+                return [], f"step {k} has no samples: {words_of(error)}"
+
+        answers, problem = made_by_main(tried)
         if problem is not None:
             raise NoSamplesError(problem)
         size, batches = self._micro_batch_size, []
@@ -104,15 +105,16 @@ class OnPolicyLoader(Loader):
         began, first = monotonic(), self._first(k)
         prompts = [self._order.row(first + row)[0] for row in range(self.rows_per_step)]
         if k == 0:  # of a run that was not resumed
-            shutil.rmtree(self._folder, ignore_errors=True)
-        path = self._folder / f"step_{k:08d}.json"
-        if reused := path.exists():
-            age, answers = _stored(path, prompts)
+            for old in self._folder.glob(f"{STEP_DIRECTORIES}.json"):
+                old.unlink()
+        path, steps = self._folder / f"step_{k:08d}.json", self._steps()
+        if reused := path.exists() and (stored := _stored(path, prompts)).steps == steps:
+            age, answers = stored.age, stored.answers
             if not self._reused:
                 say(f"step {k}: its samples were stored before the restart, and are used again ({self._folder})")
         else:
             age, answers = self._asked(k, prompts)
-            self._store(k, path, {"age": age, "answers": answers})
+            self._store(k, path, {"age": age, "answers": answers, "steps": steps})
         self._reused = reused
         self.curves = {
             "on_policy/age": age,
@@ -121,6 +123,13 @@ class OnPolicyLoader(Loader):
             "on_policy/seconds": monotonic() - began,
         }
         return answers
+
+    def _steps(self) -> str:
+        """Return a digest of what decides how the steps before change the weights. A run that was resumed with another
+        recipe repeats other steps: answers stored by the former ones are not its own."""
+        recipe = self._recipe
+        of = [asdict(recipe.optim), asdict(recipe.loss), asdict(recipe.learnable), asdict(recipe.quant)]
+        return digest([*of, [asdict(event) for event in recipe.schedule], recipe.train.steps])
 
     def _store(self, k: int, path: Path, content: dict[str, Any]) -> None:
         """Store the answers of a step; remove those of steps before the oldest checkpoint, or without one before ``k``.
@@ -211,13 +220,21 @@ class OnPolicyLoader(Loader):
         return WrittenAnswer(prompt, ended, tokens)
 
 
-def _stored(path: Path, prompts: list[int]) -> tuple[int, list[WrittenAnswer]]:
+class _Stored(NamedTuple):
+    """Stored answers of a step: the age of their version in steps, and the digest of the steps before."""
+
+    age: int
+    answers: list[WrittenAnswer]
+    steps: str | None
+
+
+def _stored(path: Path, prompts: list[int]) -> _Stored:
     """Read the stored answers of a step. Raises ValueError if they are damaged, or answer other prompts."""
     try:
         found = json.loads(path.read_text("utf-8"))
-        age, answers = int(found["age"]), [WrittenAnswer(*answer) for answer in found["answers"]]
+        stored = _Stored(int(found["age"]), [WrittenAnswer(*one) for one in found["answers"]], found.get("steps"))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it to sample again") from error
-    if [answer.prompt for answer in answers] != prompts:
+    if [answer.prompt for answer in stored.answers] != prompts:
         raise ValueError(f"{path} has answers to other prompts: remove it to sample again")
-    return age, answers
+    return stored

@@ -38,7 +38,7 @@ from engine.config.config import SERVED_FORMATS
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
 from engine.session_export import export_trained, layout_of
-from model.ranks import RankError, errors_on_all_ranks, gather_objects, is_main, naming, say
+from model.ranks import RankError, errors_on_all_ranks, gather_objects, is_main, made_by_main, naming, say
 from model.save.aside import remove_left, sync
 from model.save.loadable import is_expert
 from quant import QuantLayer
@@ -84,12 +84,15 @@ def publish(
     except RankError as error:
         say(f"warning: step {step} was not published: {error}; training goes on, and the next publish tries again")
         return None, ()
-    served: tuple[str, ...] = ()
-    if servers and is_main():
+    if not servers:
+        return folder / name, ()
+
+    def told() -> tuple[str, ...]:
         (batch,), end, reason = first(1), monotonic() + seconds, not_reloaded(session, quant)
         prompt = batch["input_ids"][0, :PROBE_TOKENS].tolist()
-        served = tuple(url for url in servers if _serve(url, folder / name, prompt, end, reason))
-    return folder / name, gather_objects(served)[0]
+        return tuple(url for url in servers if _serve(url, folder / name, prompt, end, reason))
+
+    return folder / name, made_by_main(told)
 
 
 def not_reloaded(session: Session, quant: FakeQuant) -> str | None:

@@ -110,7 +110,7 @@ class HeadProxy(nn.Module):
         :func:`settle_function` return ``PROBE`` for every token instead."""
         if self._probing:
             return instead.new_tensor(PROBE).expand(*instead.shape[:-1], -1)
-        if not self._checked:
+        if not self._checked and self.function == UNCHANGED:
             self._given = instead.detach()
         return instead
 

@@ -13,10 +13,12 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +43,8 @@ class RankError(RuntimeError):
 
 NOTICE_SECONDS = 60.0
 """Time after which a rank that waits for others to start prints which ones are missing."""
+MEET_SECONDS = 60.0
+"""Time between two collectives while rank 0 waits for something else (:func:`made_by_main`)."""
 _ALL = "all"
 _CHECK = (
     "check that WORLD_SIZE is the number of processes that you started, that no other rank has ended, and that every "
@@ -247,6 +251,29 @@ def from_main(value: Any) -> Any:
     if world_size() > 1:
         dist.broadcast_object_list(values)
     return values[0]
+
+
+def made_by_main(make: Callable[[], Any]) -> Any:
+    """Call ``make`` on rank 0 and return its result on every rank; a collective that may last longer than the time-out
+    of a single one (10 minutes): ``make`` runs in a thread, and the ranks meet every ``MEET_SECONDS``. It must call no
+    collective. What it raises is raised on rank 0 alone."""
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    if is_main():
+        Thread(target=run, daemon=True).start()  # not of a pool, which would wait for it at the end of the process
+    done, value = False, None
+    while not done:
+        if is_main():
+            done = bool(wait([made], MEET_SECONDS).done)
+            value = made.result() if done else None
+        done, value = from_main((done, value))
+    return value
 
 
 def raise_everywhere(error: str | None) -> None:

@@ -255,6 +255,7 @@ class QuantLinear(QuantLayer):
         the experts' rows.
         """
         self.trained |= torch.is_grad_enabled()
+        given = x
         if x.dtype != self.weight.dtype and torch.is_autocast_enabled(x.device.type):
             x = x.to(self.weight.dtype)  # the weight's codes and scales depend on its dtype, so that is kept
         if self.rotation is not None:
@@ -287,7 +288,7 @@ class QuantLinear(QuantLayer):
             self.scale_of_input,
             plan,
             weight_codes=self._kept_weight_codes() if self.weight_fake_quant else None,
-            shared=self.shared_input,
+            shared=self.shared_input if x is given else None,
             offsets=offsets,
             adapter=self.adapter if beside is None else None,
         )

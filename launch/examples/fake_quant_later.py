@@ -6,6 +6,7 @@ While fake quant is off, scales are inactive and observers watch the activations
 quant is switched on, from the current weights and activations.
 """
 
+from engine.config.errors import RecipeError
 from engine.loop import Loop
 from launch.exits import clean_exit, recipe_or_exit
 
@@ -33,6 +34,8 @@ def main():
         state.set_peak_rates(weights=recipe.optim.lr / 2)
 
     with clean_exit():
+        if not steps:  # known only after the data are read
+            raise RecipeError("train.steps: 0, expected a number, which this script divides, in place of train.epochs")
         loop.run()
 
 

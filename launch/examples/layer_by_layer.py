@@ -11,7 +11,7 @@ import re
 from engine.loop import Loop
 from launch.exits import clean_exit, recipe_or_exit
 
-LAYER = re.compile(r"(.*\.layers\.)(\d+)\..*")
+LAYER = re.compile(r"(.*?\.)(\d+)\..*")  # model.layers.0.mlp.up_proj, transformer.h.0.attn.q_proj
 
 
 def main():
@@ -35,6 +35,8 @@ def main():
             pattern = re.escape(f"{prefix}{index}.") + ".*"
             if not any(quantized[name][0] for name in layers if re.fullmatch(pattern, name)):
                 state.quant.enable(layers=pattern)
+        if due == len(found) and not all(any(on) for on in state.session.quantization.fake_quant_state().values()):
+            state.quant.enable()  # also lm_head, embeddings, keys and values
         state.log({"quant/layers_quantized": due})
 
     with clean_exit():

@@ -62,7 +62,10 @@ def meta_student(recipe: Recipe) -> MetaStudent:
     train = dataclasses.replace(recipe.train, gradient_accumulation_steps=1, compile=False)
     attention = _attention(recipe, recipe.model.path)
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attn_implementation=attention))
-    model_section = dataclasses.replace(recipe.model, attn_implementation=attention_on_meta(attention))
+    padded = recipe.data.packing or recipe.data.kind != "text"
+    makes_masks = attention == "sdpa" and padded and recipe.learnable.router  # see _inputs
+    on_meta = attention_on_meta(attention, packing=recipe.data.packing if makes_masks else None)
+    model_section = dataclasses.replace(recipe.model, attn_implementation=on_meta)
     plain = dataclasses.replace(recipe, model=model_section, train=train)
     config = stage_0(recipe)
     model, named = empty_student(plain, config, META)
@@ -213,8 +216,8 @@ def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
     transformers would create.
 
     Rows without padding need no mask, as fused attention is causal. transformers computes masks from values, which meta
-    tensors do not have. So the finished mask is passed, or positions if there is no mask. With the router's auxiliary
-    loss no finished mask is passed, because that loss cannot read one.
+    tensors do not have. So the finished mask is passed, or positions if there is no mask. The router's auxiliary loss
+    cannot read a finished mask: then the model makes one (:func:`_mask_on_meta`).
     """
     # Shares of a row differ by a token at most: all ranks are given the largest share.
     length = -(-recipe.data.max_length // recipe.parallel.sequence) * recipe.parallel.sequence
@@ -290,15 +293,26 @@ def _attention_on_meta(
     return function.apply(query, key, value, attention_mask).transpose(1, 2).contiguous(), None
 
 
-def attention_on_meta(implementation: str) -> str:
+def _mask_on_meta(batch_size: int, q_length: int, kv_length: int, *, packing: bool, **_: Any) -> Tensor | None:
+    """Create the mask that transformers creates for sdpa; None for a single row without packing."""
+    if batch_size == 1 and not packing:
+        return None
+    return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=META)
+
+
+def attention_on_meta(implementation: str, packing: bool | None = None) -> str:
     """Register a counterpart of an attention implementation of transformers for the meta device, and return its name;
-    ``eager`` needs none and is returned unchanged."""
+    ``eager`` needs none and is returned unchanged. With ``packing`` (of the rows) other than None, the model makes its
+    masks itself."""
     if implementation == "eager":  # consists of operators that the meta device supports
         return implementation
     known = implementation in IN_GRAPH
     name = "deepqat_on_meta" if known else "deepqat_on_meta_unknown"
+    masks = AttentionMaskInterface()["sdpa"]
+    if packing is not None:
+        name, masks = f"{name}_{'packed' if packing else 'padded'}", partial(_mask_on_meta, packing=packing)
     AttentionInterface.register(
         name, partial(_attention_on_meta, ScaledDotProductFlashAttention if known else _Attention)
     )
-    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    AttentionMaskInterface.register(name, masks)
     return name

@@ -40,12 +40,21 @@ class Place:
         self.server = FakeVllm(self.current, broken)
         self.data = {"kind": "on_policy", "new_tokens": 9, "max_age": 5, "server_seconds": 1.0, **data}
 
-    def loader(self, *, rank: int = 0, world: int = 1, asked_to_stop: bool = False, **options: Any) -> Any:
+    def loader(
+        self,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        asked_to_stop: bool = False,
+        optim: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
         """This rank's loader; 4 rows a step at any number of ranks."""
         recipe = minimal(
             data={**self.data, "server": self.url},
             loss={"lm_weight": 0.0, "kd_weight": 1.0, "teacher": "teacher"},
             train={"seed": 11},
+            optim=optim or {},
             output_dir=str(self.output),
         )
         stop = cast("StopRequests", SimpleNamespace(requested=asked_to_stop))
@@ -127,6 +136,31 @@ def test_a_restart_has_the_same_batches_without_a_server_at_any_number_of_ranks(
     halves = [place.loader(rank=rank, world=2).step(3) for rank in (0, 1)]
     split = [row for pair in zip(*map(rows_of, halves), strict=True) for row in pair]
     assert split == rows_of(before)
+
+
+def test_a_run_resumed_with_another_recipe_asks_for_other_answers(tmp_path, capsys):
+    """The stored ones are of the abandoned continuation, whose weights may have gone astray."""
+    place = Place(tmp_path)
+    with up(place) as server:
+        place.loader().step(3)
+        place.loader(optim={"lr": 1e-7}).step(3)
+        assert len(server.asked) == 2 * ROWS
+        place.loader(optim={"lr": 1e-7}).step(3)
+        assert len(server.asked) == 2 * ROWS
+    assert capsys.readouterr().out.count("its samples were stored before the restart, and are used again") == 1
+
+
+def test_a_new_run_removes_no_file_of_the_user(tmp_path):
+    place = Place(tmp_path)
+    (place.output / "samples").mkdir()
+    for name in ("step_00000007.json", "mine.jsonl"):
+        (place.output / "samples" / name).write_text("{}")
+    (place.current.parent / "step_00000000").touch()
+    place.current.unlink()
+    place.current.symlink_to("step_00000000")
+    with up(place):
+        place.loader().step(0)
+    assert place.stored() == ["mine.jsonl", "step_00000000.json"]
 
 
 def test_answers_stay_until_no_checkpoint_repeats_their_step(tmp_path):

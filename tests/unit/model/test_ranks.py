@@ -15,9 +15,27 @@ import pytest
 import torch.distributed as dist
 
 from model import ranks
-from model.ranks import RankError, _wait_for_gloo, meet, words_of
+from model.ranks import RankError, _wait_for_gloo, made_by_main, meet, words_of
 from tests.lib.launcher import free_port
 from tests.lib.patience import PATIENCE
+
+
+def test_ranks_meet_while_rank_0_waits_for_something_else(monkeypatch):
+    """A collective may last 10 minutes, a server that rank 0 waits for longer."""
+    met, go = [], threading.Event()
+
+    def from_main(value):
+        met.append(value)
+        if len(met) == 3:
+            go.set()
+        return value
+
+    monkeypatch.setattr(ranks, "MEET_SECONDS", 0.02)
+    monkeypatch.setattr(ranks, "from_main", from_main)
+    assert made_by_main(lambda: go.wait(PATIENCE) and "made") == "made"
+    assert len(met) >= 4 and met[-1] == (True, "made") and set(met[:-1]) == {(False, None)}
+    with pytest.raises(ZeroDivisionError):
+        made_by_main(lambda: 1 / 0)
 
 
 def test_an_error_is_described_without_a_working_directory(tmp_path, monkeypatch):

@@ -130,6 +130,14 @@ def test_nothing_is_held_after_the_forward(seed):
     assert all(reference() is None for reference in references)
 
 
+def test_an_input_that_autocast_casts_is_not_held(seed):
+    """Each layer casts it again, so nothing is shared."""
+    model, _ = attention()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model.q_proj(torch.randn(4, WIDTH))
+    assert entry(model) is None
+
+
 def test_another_tensor_is_quantized_for_itself(seed):
     """Equal values at another address, another view, the same tensor after a write: never the old codes."""
     model, _ = attention()

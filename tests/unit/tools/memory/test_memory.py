@@ -158,6 +158,16 @@ def test_checkpointing_keeps_less_and_masks_take_their_bytes(tmp_path):
     assert padded - plain >= 2 * 256 * 256 * 6 * 2
 
 
+def test_masks_take_their_bytes_if_the_router_trains_too(tmp_path):
+    """Its auxiliary loss reads a mask of two dimensions, from which the model makes the other."""
+    data = [{"max_length": 256, "kind": kind} for kind in ("text", "chat")]
+    with_router, without = (
+        [peak(tmp_path, "qwen3_moe", data=one, learnable={"router": trains}) for one in data]
+        for trains in (True, False)
+    )
+    assert with_router[1] - with_router[0] >= 0.9 * (without[1] - without[0]) > 0
+
+
 # ---- scales
 
 
