@@ -72,6 +72,8 @@ def start_run(
     context = start_ranks(recipe, given)
     with errors_on_all_ranks(ValueError):  # the command line has done so, before there were ranks
         recipe.validate_files()
+    if recipe.loss.named_teacher() != "none" and not recipe.distils():
+        say("warning: the teacher of loss is not used: loss.kd_weight is 0, and no event of schedule sets kd")
     _take_output(recipe, run_lock)
     trackers = import_trackers(recipe)
     if checkpoint is not None:
@@ -116,7 +118,10 @@ def start_run(
     if checkpoint is not None:
         with working(f"loading {checkpoint.path}"):
             step = load_checkpoint(session, stateful, checkpoint)
-        replaced = session.overrides.replaced(load_recipe(checkpoint.path / "recipe.yaml"))
+        before = load_recipe(checkpoint.path / "recipe.yaml")
+        if before.never_quantizes() and not recipe.never_quantizes() and not quant.enabled:
+            quant.observe(True)  # such a run does not observe inputs, but fake quant needs it from now on
+        replaced = session.overrides.replaced(before)
         for line in (*replaced, *no_steps_left(checkpoint, recipe)):
             say(line)
     return LoopState(

@@ -197,6 +197,7 @@ def learns_itself(recipe: Recipe) -> bool:
     at every step, there is no weight decay, and routers do not train."""
     loss, path = recipe.loss, Path(recipe.model.path)
     itself = recipe.teacher_kind() == "model" and Path(str(loss.teacher)).resolve() == path.resolve()
+    itself = itself and loss.teacher_weights == "full"
     others = recipe.learnable.router or recipe.optim.weight_decay or any(event.loss for event in recipe.schedule)
     return itself and loss.lm_weight == 0 and not others and not is_quantized(path)
 
@@ -248,6 +249,7 @@ def changes_without_fake_quant(recipe: Recipe) -> list[str]:
     plain.schedule = [event for event in events if event.lr is not None or event.loss is not None]
     plain.quant.fake_quant_start, plain.quant.init = -1, "rtn"
     words = ["--quant.fake_quant_start", "-1", "--quant.init", "rtn"]
+    words += ["--learnable.weight", json.dumps(recipe.learnable.weight)]  # whose default depends on other options
     if recipe.schedule:
         shown = [{key: value for key, value in asdict(event).items() if value is not None} for event in plain.schedule]
         words += ["--schedule", json.dumps(shown)]

@@ -523,8 +523,10 @@ def _first_scales(r: Recipe) -> Contradictions:
         why = "only one of them can set the scales that no PTQ checkpoint provides"
         found = f"null with quant.init {quant.init}, whose samples set these scales, too"
         yield "quant.initial_input_scale", found if chosen else f"null or {given}: {why}"
+    why = "the scales are measured again at that step"
+    if quant.scales is not None and start > 0 and r.invalidates():
+        yield "quant.scales", f"null with quant.fake_quant_start {start}: {why}"
     if quant.initial_input_scale is not None and start > 0 and r.invalidates():
-        why = "the scales are measured again at that step"
         yield "quant.initial_input_scale", f"null with quant.fake_quant_start {start}: {why}"
     if not chosen:
         return

@@ -491,6 +491,14 @@ def _value_problems(config: dict[str, Any]) -> Iterator[str]:
     if stage in (None, "auto") or isinstance(stage, bool | str):  # DeepSpeed takes true for 1, and "3" for 3
         found = "missing" if stage in (None, "auto") else repr(stage)
         yield f"zero_optimization.stage: {found}, expected 0, 1, 2 or 3"
+    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        offload = config.get("zero_optimization", {}).get(key)
+        on_host = isinstance(offload, dict) and offload.get("device") == "cpu"
+        if on_host and isinstance(stage, int) and stage < least:
+            yield (
+                f"zero_optimization.{key} has no effect on stage {stage}, expected stage {least} or more: leave it "
+                "out, or change the stage"
+            )
     for key in Checked.model_fields:
         values = config.get(key, "auto")
         if values == "auto":

@@ -37,10 +37,14 @@ from quant.formats.layouts import check_layout
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
+_OTHER_BASES = re.compile(r"[-+]?(0[0-7_]+|\d[\d_]*(:[0-5]?\d)+)")  # 0100 is 64, 1:30 is 90
 A_RECIPE = "--config RECIPE, for example --config launch/recipes/qwen3_0_6b.yaml"
 LONGEST_INTEGER = 100  # characters; the largest float has 309 digits
 MOST_RECIPE_BYTES = 2**24
 LONGEST_KEY = 100  # characters of a key in a message
+# Options whose values are replaced as a whole, with their empty values. jsonargparse would fill the fields that an item
+# does not set from the item that had its place or name before.
+REPLACED = {"schedule": "[]", "quant.rules": "[]", "quant.schemes": "{}"}
 MOST_VALUES = 100_000  # a recipe has about a hundred, and may have a rule or exempt pattern for each layer
 
 
@@ -48,7 +52,8 @@ MOST_VALUES = 100_000  # a recipe has about a hundred, and may have a rule or ex
 def _parser() -> ArgumentParser:
     """Build the command line: one option per field of :class:`Recipe`, and --config for a YAML file."""
     parser = ArgumentParser(
-        description="Options override the file's values. Paths are relative to the current directory.",
+        description="Options override values of files, wherever they stand. Paths are relative to the current "
+        "directory.",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -150,14 +155,22 @@ def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterato
         if type(None) not in parts and kind is not type(None):
             yield line, f"{path}: null, expected a value (leave the key out for its default)"
         return
-    if float in (kind, *parts) and node.tag == "tag:yaml.org,2002:int" and len(node.value) > LONGEST_INTEGER:
+    if node.tag == "tag:yaml.org,2002:int" and _OTHER_BASES.fullmatch(node.value):
+        found = f"{node.value}, which YAML reads in base 8 or 60"
+        yield line, f"{path}: {found}, expected a number without leading 0 or colon"
+    elif float in (kind, *parts) and node.tag == "tag:yaml.org,2002:int" and len(node.value) > LONGEST_INTEGER:
         yield line, f"{path}: {node.value}, expected a number that 64 bits hold"
     elif get_origin(kind) in (list, tuple) and isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield from _value_problems(item, parts[0], f"{path}[{index}]", item.start_mark.line + 1)
     elif get_origin(kind) is dict and isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
         for name, item in node.value:
-            yield from _value_problems(item, parts[1], f"{path}.{_shown(str(name.value))}", name.start_mark.line + 1)
+            key = f"{path}.{_shown(str(name.value))}"
+            if str(name.value) in seen:
+                yield name.start_mark.line + 1, f"{key}: this key is there twice, expected it once"
+            seen.add(str(name.value))
+            yield from _value_problems(item, parts[1], key, name.start_mark.line + 1)
     elif types := [part for part in (kind, *parts) if is_dataclass(part)]:
         if isinstance(node, yaml.MappingNode):
             yield from _key_problems(node, cast(type, types[0]), prefix=f"{path}.")
@@ -194,8 +207,33 @@ def _too_large(argv: Sequence[str]) -> str:
     return f"{option[1] if option else 'a number'}: an integer beyond every float, expected a number that 64 bits hold"
 
 
+def _files_first(argv: Sequence[str]) -> list[str]:
+    """Move each ``--config FILE`` in front of the options, which count more wherever they stand."""
+    files, options = list[str](), list[str]()
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            files += [word, *([value] if (value := next(words, None)) is not None else [])]
+        else:
+            (files if word.startswith("--config=") else options).append(word)
+    return files + options
+
+
+def _emptied(argv: Sequence[str]) -> Iterator[str]:
+    """Insert an option with the empty value in front of each file or option that sets one of ``REPLACED``."""
+    for index, word in enumerate(argv):
+        option, _, value = word.partition("=")
+        keys = {option.removeprefix("--")}
+        if option == "--config":  # _check_keys has read it
+            root = yaml.safe_load(_text_of(value or argv[index + 1]))
+            keys = {*root, *(f"{key}.{name}" for key, part in root.items() if isinstance(part, dict) for name in part)}
+        yield from (f"--{key}={empty}" for key, empty in REPLACED.items() if key in keys)
+        yield word
+
+
 def _parse(argv: Sequence[str]) -> Recipe:
     """Parse the recipe from the words of a command line. Raises RecipeError."""
+    argv = _files_first(argv)
     config_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_option.add_argument("--config", action="append", default=[], nargs="?", const="")
     for path in config_option.parse_known_args(argv)[0].config:
@@ -204,7 +242,7 @@ def _parse(argv: Sequence[str]) -> Recipe:
     try:
         # Recipe fills in defaults; if the parser does, it takes six times as long. --quant.exempt+ X appends to them.
         filled = any(re.match(r"--print_config|--[\w.]+\+(=|$)", word) for word in argv)
-        values = vars(parser.instantiate(parser.parse_args(list(argv), defaults=filled)))
+        values = vars(parser.instantiate(parser.parse_args(list(_emptied(argv)), defaults=filled)))
     except ArgumentError as error:
         without = not any(word.partition("=")[0] == "--config" for word in argv)
         raise RecipeError(_lines(error, without_file=without)) from error

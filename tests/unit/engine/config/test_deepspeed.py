@@ -268,6 +268,8 @@ zero_allow_untested_optimizer: 1                | zero_allow_untested_optimizer:
 log_level: loud                                 | log_level: Input should be 'debug', 'info', 'warning', 'error' or
 log_level: [info]                               | log_level: Input should be 'debug', 'info', 'warning', 'error' or
 communication_data_type: fp16                   | communication_data_type is 'fp16', expected fp32 or bf16: without
+zero_optimization: {stage: 2, offload_param: {device: cpu}} | zero_optimization.offload_param has no effect on stage 2
+zero_optimization: {stage: 0, offload_optimizer: {device: cpu}} | zero_optimization.offload_optimizer has no effect on
 communication_data_type: int8                   | communication_data_type: Input should be 'fp16', 'bf16' or 'fp32'
 data_types: {param_dtype: fp32}                 | data_types.param_dtype: Extra inputs are not permitted, found 'fp32'
 data_types: {grad_accum_dtype: int8}            | data_types.grad_accum_dtype is 'int8', expected fp32 (the default)

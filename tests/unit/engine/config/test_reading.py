@@ -14,9 +14,10 @@ import yaml
 
 from engine.config.config import Recipe, recipe_options
 from engine.config.errors import DERIVED, ONLY_WITH, RecipeError
-from engine.config.reading import load_recipe, parse_recipe, save_recipe
+from engine.config.quant import RuleRecipe, SchemeRecipe
+from engine.config.reading import REPLACED, load_recipe, parse_recipe, save_recipe
 from engine.config.sections import DataRecipe, EventRecipe, parse_condition
-from quant import DEFAULT_EXEMPT
+from quant import DEFAULT_EXEMPT, TensorSpec
 from tests.lib.processes import run_python
 from tests.lib.recipes import MINIMAL, minimal, refusal, write_minimal
 from tests.lib.root import ROOT
@@ -31,6 +32,56 @@ def test_file_then_overrides_then_defaults(tmp_path: Path) -> None:
     assert recipe.optim.scale_lr == 1e-3 and recipe.quant.exempt == list(DEFAULT_EXEMPT)
     assert recipe.data.fields == {"input": "question", "output": "answer"}
     assert recipe.data.train == ["a.jsonl", "b.jsonl"]
+
+
+def test_options_override_a_file_wherever_they_stand(tmp_path: Path) -> None:
+    path = str(write_minimal(tmp_path, "optim: {lr: 3e-4}\n"))
+    for argv in (["--optim.lr", "2e-5", "--config", path], ["--optim.lr=2e-5", f"--config={path}"]):
+        assert parse_recipe(argv, check_files=False).optim.lr == 2e-5
+
+
+OLD = """
+schedule: [{at: 5, fake_quant: false, lr: {weights: 1e-6}}]
+quant:
+  scheme: w4a16_g32
+  rules: [{layers: '.*up_proj', scheme: mine, first: 2}]
+  schemes:
+    mine:
+      weights: {dtype: int, bits: 4, granularity: group, group_size: 32}
+      activations: {dtype: int, bits: 8, granularity: token, dynamic: true}
+"""
+NEW = {
+    "schedule": ("[{at: 9, lr: {weights: 1e-5}}]", [EventRecipe(at=9, lr={"weights": 1e-5})]),
+    "quant.rules": (
+        "[{layers: '.*down_proj', scheme: w8a16_channel}]",
+        [RuleRecipe("w8a16_channel", layers=".*down_proj")],
+    ),
+    "quant.schemes": (
+        "{mine: {weights: {dtype: int, bits: 8, granularity: channel}}}",
+        {"mine": SchemeRecipe(TensorSpec("int", 8, "channel"))},
+    ),
+}
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+@pytest.mark.parametrize("key", NEW)
+def test_lists_of_sections_are_replaced_as_a_whole(tmp_path: Path, key: str, by_file: bool) -> None:
+    """jsonargparse fills what a new item leaves out from the item that had its place, or its name."""
+    text, expected = NEW[key]
+    section, _, name = key.rpartition(".")
+    argv = ["--config", str(write_minimal(tmp_path, OLD))]
+    (tmp_path / "new.yaml").write_text(f"{section}: {{{name}: {text}}}" if section else f"{name}: {text}")
+    argv += ["--config", str(tmp_path / "new.yaml")] if by_file else [f"--{key}", text]
+    recipe = parse_recipe(argv, check_files=False)
+    assert getattr(recipe.quant if section else recipe, name) == expected
+
+
+def test_every_list_of_sections_is_replaced_as_a_whole() -> None:
+    def sections(kind: Any) -> list[Any]:
+        return [one for part in get_args(kind) for one in (part, *sections(part)) if dataclasses.is_dataclass(one)]
+
+    nested = {key for key, _, item in recipe_options(minimal()) if sections(item.type)}
+    assert nested == REPLACED.keys()
 
 
 @pytest.mark.parametrize("words", [1, 2])
@@ -175,6 +226,10 @@ def test_a_key_without_a_value_is_refused_unless_its_type_has_none(tmp_path: Pat
         ("optim:\n  eps: 1e-8\n  warmup: 3", 7, "optim.warmup: unknown key; did you mean optim.warmup_steps?"),
         ("output_dir: other", 5, "output_dir: this key is there twice"),
         ("optim: {lr: 1, eps: 1, lr: 2}", 5, "optim.lr: this key is there twice"),
+        ("adapter: {ranks: {'.*': 8, 'a': 4, '.*': 32}}", 5, "adapter.ranks.'.*': this key is there twice"),
+        ("schedule: [{at: 1, lr: {weights: 1, weights: 2}}]", 5, "schedule[0].lr.weights: this key is there twice"),
+        ("optim: {warmup_steps: 0100}", 5, "optim.warmup_steps: 0100, which YAML reads in base 8 or 60, expected"),
+        ("eval: {every: 1:30}", 5, "eval.every: 1:30, which YAML reads in base 8 or 60, expected a number"),
         ("optim:", 5, "optim: null, expected keys and values below it"),
         ("optim: 3", 5, "optim: 3, expected keys and values below it"),
         ("data.kind: text", 5, "data.kind: unknown key"),
