@@ -378,15 +378,17 @@ class _Writing:
             tag, (kind, index) = self.template.tags.match(marks.forms[piece.mark][-1]), marks.kinds[piece.mark]
             counted = tag and tag[0] in self.template.special.texts  # where special tokens are spelled
             if tag and not counted and kind == CONTENT and text[: piece.start].rstrip().endswith(tag[0]):
-                raise BadLineError(
-                    f"found {tag[0]!r} at the beginning of turn {index}'s 'content', which the chat template writes "
-                    "there, too, expected it once: remove it, and the tag that closes it, from the line"
-                )
+                raise _repeated(index, tag[0])
 
     def answer(self, index: int) -> Answer:
         """Locate assistant turn ``index`` in the rendered text. Raises BadLineError if it cannot be located exactly, or
         if generation would stop inside it."""
         found = self._found(index)
+        for piece in found.pieces:
+            tag = self.template.tags.match(self.text, piece.start, piece.end)
+            special = tag and tag[0] in self.template.special.texts
+            if tag and not special and self.text[: piece.start].rstrip().endswith(tag[0]):
+                raise _repeated(index, tag[0])
         prompt = self._write(self.turns[:index], add_generation_prompt=True)
         exact = self.text.startswith(prompt)
         start = self._behind_prompt(index, found, prompt) if exact else self._behind_turn_before(index)
@@ -504,6 +506,11 @@ class _Writing:
                 raise self._otherwise(index, f"{behind[: missing[1]][-60:]!r} after its text only if no turn follows")
             end = max(found.end, last + len(own.rstrip()))
             return end, end
+        if stop is None:  # generation may stop at the token that begins the next turn
+            at = max(found.end, last + len(own))
+            at += len(self.text[at:]) - len(self.text[at:].lstrip())
+            if (following := self.template.ends.first_stop(self.text, at)) and following[0] == at:
+                return following
         if stop is None and (not behind.strip() or self._followed(index).startswith(behind.rstrip())):
             return last + len(own), last + len(own)
         if stop is None or self._begins_turn(own[found.end - last : stop[1]]):
@@ -539,8 +546,7 @@ class _Writing:
                 behind = ""
             if (stop := ends.first(behind)) and (place := own.find(behind[slice(*stop)], start)) >= 0:
                 return place, place + stop[1] - stop[0]
-            if stop := ends.first_stop(own, start):
-                return stop
+            return ends.first_stop(own, start) or ends.last(own, start)
         return ends.first(own, start)
 
     def _followed(self, index: int) -> str:
@@ -600,3 +606,10 @@ def _common(one: str, other: str) -> int:
             break
         shared = mine.end()
     return shared
+
+
+def _repeated(index: int, tag: str) -> BadLineError:
+    return BadLineError(
+        f"found {tag!r} at the beginning of a text of turn {index}, which the chat template writes there, too, "
+        "expected it once: remove it, and the tag that closes it, from the line"
+    )

@@ -95,10 +95,12 @@ class BadLineError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Names in a chat template: variables, and keys that it may look up in a turn."""
+    """Names in a chat template: variables, keys that it may look up in a turn, and variables that it reads somewhere
+    without having set them, though it may set them elsewhere."""
 
     variables: frozenset[str] = frozenset()
     keys: frozenset[str] = frozenset()
+    undeclared: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -323,7 +325,19 @@ def _message_list(turns: Any, name: str, found: Conversation) -> list[Message]:
         raise BadLineError(
             f"{name!r}: found {excerpt(turns)}, expected a list of at least a user and an assistant turn"
         )
-    return [_message(turn, name, f"{name}[{index}]", found) for index, turn in enumerate(turns)]
+    messages = list[Message]()
+    for index, turn in enumerate(turns):
+        message = _message(turn, name, place := f"{name}[{index}]", found)
+        before = messages[-1] if messages else None
+        # ms-swift writes each call of an assistant's turn as a turn of its own, behind the turn's text.
+        if before is not None and before.turn["role"] == "assistant" and turn.get(_first(turn, _ROLE)) in CALLERS:
+            if before.learned != message.learned:
+                raise BadLineError(f"{place}: found another flag than in the turn before, whose calls it continues")
+            before.turn["tool_calls"] = [*before.turn.get("tool_calls", ()), *message.turn["tool_calls"]]
+            before.places["tool_calls"] = message.places["tool_calls"]
+        else:
+            messages.append(message)
+    return messages
 
 
 def _pair(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Message]:
@@ -375,7 +389,7 @@ def _read_variables(
             continue
         if found.variables.get(key, value) != value:
             raise BadLineError(f"found different {key!r} in the row and in {name!r}, expected it once")
-        if key in taken:
+        if key in taken or key in found.reads.undeclared:
             found.variables[key] = value
         elif not is_empty(value):
             found.unused.add(f"{name}.{key}")
@@ -537,9 +551,16 @@ def _tool_calls(calls: Any, place: str, found: Conversation) -> list[dict[str, A
             else:
                 found.nulls_left_out += 1
                 del arguments[key]
+        found.nulls_kept += sum(map(_nulls_in, arguments.values()))
         function = {key: value for key, value in function.items() if value is not None} | {"arguments": arguments}
         result.append(_wrapped(call, function, ("name", "arguments")))
     return result
+
+
+def _nulls_in(value: Any) -> int:
+    """Count the nulls inside an object or a list."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(1 if item is None else _nulls_in(item) for item in items)
 
 
 def _read_tools(values: Mapping[str, Any], names: Mapping[str, str], found: Conversation) -> None:

@@ -139,6 +139,10 @@ class Ends:
             start = match.end()
         return end
 
+    def last(self, text: str, start: int = 0) -> Span | None:
+        """Return the range of the last token that may end a turn, from ``start`` on; None if there is none."""
+        return max((match.span() for match in self._pattern.finditer(text, start)), default=None)
+
 
 def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     ids = {tokenizer.eos_token_id}
@@ -161,8 +165,7 @@ def reads_of(tokenizer: PreTrainedTokenizerBase) -> Reads:
     A variable that a template sets itself counts only if the template also tests whether it is defined. A test inside a
     macro that has a parameter of this name does not count. Raises DataError if a template is not valid Jinja.
     """
-    variables: set[str] = set()
-    keys: set[str] = set()
+    variables, undeclared, keys = set[str](), set[str](), set[str]()
     template = tokenizer.chat_template
     for text in template.values() if isinstance(template, dict) else [template]:
         try:
@@ -185,10 +188,13 @@ def reads_of(tokenizer: PreTrainedTokenizerBase) -> Reads:
             and isinstance(test.node, nodes.Name)
             and id(test.node) not in parameters
         }
-        variables |= find_undeclared_variables(tree) - (stored - asked) - _GIVEN
+        free = find_undeclared_variables(tree) - _GIVEN
+        variables |= free - (stored - asked)
+        undeclared |= free - {argument.name for macro in tree.find_all(nodes.Macro) for argument in macro.args}
         keys |= {attribute.attr for attribute in tree.find_all(nodes.Getattr)}
         keys |= {constant.value for constant in tree.find_all(nodes.Const) if isinstance(constant.value, str)}
-    return Reads(frozenset(name for name in variables if not name.endswith("_token")), frozenset(keys))
+    named = (frozenset(name for name in names if not name.endswith("_token")) for names in (variables, undeclared))
+    return Reads(next(named), frozenset(keys), next(named))
 
 
 class Template:
@@ -271,7 +277,7 @@ class Template:
         function = {"name": MARKER, "arguments": {f"{MARKER}-key": MARKER}}
         call = {"type": "function", "id": "000000000", "function": function}
         question = {"role": "user", "content": "?"}
-        forms: list[tuple[str | None, bool]] = [(None, False), ("", False), (None, True), ("", True)]
+        forms: list[tuple[str | None, bool]] = [("", False), (None, False), ("", True), (None, True)]
         for blank, as_text in forms:
             calls = [_formatted_call(call, as_text=as_text)]
             written = self._tried(question, {"role": "assistant", "content": blank, "tool_calls": calls})

@@ -208,6 +208,15 @@ def test_a_parameter_of_a_macro_is_no_variable(tmp_path):
     assert counts.unused == {"chat_template_kwargs.content": 1} and not counts.taken
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_variable_that_a_template_sets_in_one_branch_is_taken_from_its_arguments(tmp_path, given):
+    """As SmolLM3 reads custom_instructions; a key of the row of this name is no argument of the template."""
+    sets = "{% if not messages %}{% set persona = 'x' %}{% endif %}{% if persona %}{{ persona }}{% endif %}"
+    row = {"chat_template_kwargs": {"persona": "a pirate"}} if given else {"persona": "a pirate"}
+    (sample,), counts = read(tmp_path, templated(sets + tiny_tokenizer().chat_template), {"messages": TWO, **row})
+    assert ("a pirate" in tiny_tokenizer().decode(sample.input_ids)) == given and bool(counts.unused) != given
+
+
 def test_a_short_text_that_is_left_out_is_not_found_in_others(tmp_path):
     """Each value takes up an occurrence of the text; a content that the template must write is found in its place."""
     row = turns(("user", "ok"), ("assistant", "look: ok"), ("user", "c"), ("assistant", "d"))
@@ -240,7 +249,7 @@ def test_a_tag_that_the_template_would_repeat_is_refused(tmp_path):
     )
     row = turns(("user", "<tool_response>"), ("tool", "\n<tool_response>\n3\n</tool_response>"), ("assistant", "b"))
     (sample,), _ = read(tmp_path, tiny_tokenizer(), row)
-    with pytest.raises(DataError, match="found '<tool_response>' at the beginning of turn 1's 'content', which"):
+    with pytest.raises(DataError, match="found '<tool_response>' at the beginning of a text of turn 1, which"):
         read(tmp_path, wraps, row)
     assert whole(sample, tiny_tokenizer()).count("<tool_response>") == 2
 
@@ -290,3 +299,29 @@ def test_reasoning_has_the_name_that_the_template_reads(tmp_path):
     rows = [{"messages": [ASKED, ANSWER | {key: "why? "}]} for key in ("reasoning", "reasoning_content", "thinking")]
     for sample in read(tmp_path, tokenizer, *rows)[0]:
         assert learned_turns(sample, tokenizer) == [f"why? b{END}"]
+
+
+def test_calls_behind_an_assistants_turn_are_part_of_it(tmp_path):
+    """As in ms-swift's files, where each call is a turn: the answer has one end."""
+    call = '{"name": "weather", "arguments": {"city": "%s"}}'
+    row = turns(("user", "a"), ("assistant", "I look"), ("tool_call", call % "Bonn"), ("tool_call", call % "Rome"))
+    (sample,), _ = read(tmp_path, templated(QWEN), row)
+    learned = templated(QWEN).decode([label for label in sample.labels if label >= 0])
+    assert "I look" in learned and "Bonn" in learned and "Rome" in learned and learned.count("<|im_end|>") == 1
+    row["messages"][3]["weight"] = 0
+    with pytest.raises(DataError, match="found another flag than in the turn before, whose calls it continues"):
+        read(tmp_path, templated(QWEN), row)
+
+
+def test_nulls_inside_arguments_are_counted(tmp_path):
+    arguments = {"filter": {"city": "Bonn", "amount": None, "tags": [None]}}
+    row = turns(("user", "a"))
+    row["messages"].append({"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]})
+    assert read(tmp_path, templated(QWEN), row)[1].nulls_kept == 2
+
+
+def test_a_tag_that_the_template_writes_too_is_refused_in_answers(tmp_path):
+    row = turns(("user", "a"), ("assistant", "b"))
+    row["messages"][1]["reasoning_content"] = "<think>\nw\n</think>"
+    with pytest.raises(DataError, match="found '<think>' at the beginning of a text of turn 1, which the chat"):
+        read(tmp_path, templated(QWEN), row)

@@ -94,6 +94,7 @@ def test_calibrated_is_trained_without_learning(tmp_path: Path) -> None:
         trained, calibrated = part[f"{kind}_train"], part[f"{kind}_calibrate"]
         assert trained.keys() == calibrated.keys()
         assert all(torch.equal(trained[key].float(), calibrated[key].float()) for key in trained), kind
+    assert all(torch.equal(adapters["start_train"][key], value) for key, value in adapters["error_train"].items())
     equal = {
         name: all(torch.equal(found[name][key], value) for key, value in found["gptq_calibrate"].items())
         for name in ("resume_calibrate", "rtn_calibrate")

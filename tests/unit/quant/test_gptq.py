@@ -59,13 +59,14 @@ def by_definition(weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor) 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("signed", [False, True])
 def test_codes_are_those_of_the_definition(spec, signed):
-    weight, scale, gram = problem(spec, signed=signed and spec.dtype == "int" and spec.symmetric)
-    chosen = compensate(weight, scale, spec, gram, dtype=torch.float32)
-    found = fake_quant(chosen, scale.s0, spec, scale.zero).double()
-    expected = by_definition(weight, scale, spec, gram)
+    rows = []
+    for _ in range(10):
+        weight, scale, gram = problem(spec, signed=signed and spec.dtype == "int" and spec.symmetric)
+        chosen = compensate(weight, scale, spec, gram, dtype=torch.float32)
+        found = fake_quant(chosen, scale.s0, spec, scale.zero).double()
+        rows.append((found == by_definition(weight, scale, spec, gram)).all(1))
     # A weight on the border of two cells but for a rounding, and the columns behind it, may differ.
-    rows = (found == expected).all(1)
-    assert rows.float().mean() >= 0.8 or int((~rows).sum()) == 1
+    assert torch.cat(rows).float().mean() >= 0.9
 
 
 def test_a_row_that_compensation_spoils_keeps_its_nearest_codes():

@@ -49,13 +49,13 @@ def test_what_people_write_is_taken(pattern):
         (".*" * 5 + "x", "it has 5 repetitions like .*, at most 4 are allowed"),
         ("a{0,65000}" * 9, "it has 9 repetitions"),
         ("a" * 3000, "it has 3,000 characters"),
-        ("(" * 900 + ")" * 900, ""),
+        ("(" * 900 + ")" * 900, "maximum recursion depth"),
         ("(", "missing ), unterminated subpattern"),
     ],
 )
 def test_what_may_take_for_ever_is_refused(pattern, said):
     problem = pattern_problem(pattern)
-    assert said == "" or (problem is not None and said in problem)
+    assert problem is not None and said in problem
 
 
 def test_name_patterns_of_random_sets_match_those_and_no_others(seed):

@@ -9,6 +9,7 @@ import copy
 import datetime
 import json
 import re
+from collections import Counter
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -160,6 +161,7 @@ def test_recipes(tmp_path: Path, count: int) -> None:
     @settings(max_examples=count, **HYGIENE)
     @given(changes())
     def read_or_refuse(drawn: list[Change]) -> None:
+        ended["drawn"] += 1
         contents = changed(yaml.safe_load(MINIMAL), drawn)
         path.write_text(yaml.safe_dump(contents, allow_unicode=True), encoding="utf-8")
         try:
@@ -169,11 +171,14 @@ def test_recipes(tmp_path: Path, count: int) -> None:
             for line in lines_of(error):
                 problem = re.sub(rf"^{re.escape(str(path))}(, line \d+)?: ", "", line)
                 assert KEY.match(problem), line
+            ended["refused"] += 1
         else:
             save_recipe(read, back)
             assert load_recipe(back) == read
 
+    ended = Counter[str]()
     read_or_refuse()
+    assert 0 < ended["refused"] < ended["drawn"], ended
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -185,6 +190,7 @@ def test_deepspeed_files(tmp_path: Path, count: int) -> None:
     @settings(max_examples=count, **HYGIENE)
     @given(ds_changes())
     def resolve_or_refuse(drawn: tuple[int, str, list[Change]]) -> None:
+        ended["drawn"] += 1
         stage, dtype, inside = drawn
         contents: dict[str, Any] = changed({"zero_optimization": {"stage": stage}}, inside)
         path.write_text(json.dumps(contents))
@@ -196,7 +202,10 @@ def test_deepspeed_files(tmp_path: Path, count: int) -> None:
                 problem = line.removeprefix(f"{path}: ")
                 found = DS_KEY.match(problem)
                 assert line != problem and found and (found[1] in known or "unknown key" in problem), line
+            ended["refused"] += 1
         else:
             assert complete.keys() >= contents.keys() - {"optimizer", "scheduler"}
 
+    ended = Counter[str]()
     resolve_or_refuse()
+    assert 0 < ended["refused"] < ended["drawn"], ended

@@ -85,7 +85,8 @@ def exported(source: Path, scheme: Scheme | None, **options) -> Files:
 
 
 def read(files: Files, directory: Path, source: Path, scheme: Scheme | None, **options) -> None:
-    """Read the scales of changed files into the model: no scale may change, whether there is an error or not."""
+    """Read the scales of changed files into the model: every scale is in the files, and none may change, whether there
+    is an error or not."""
     directory.mkdir(exist_ok=True)
     tensors = {key: tensor.contiguous().clone() for key, tensor in files.tensors.items()}
     save_file(tensors, directory / "model.safetensors")
@@ -93,7 +94,9 @@ def read(files: Files, directory: Path, source: Path, scheme: Scheme | None, **o
     model, quantization = quantized(source, scheme, **options)
     before = [layer.weight_scale() for layer in quantization.layers.values()]
     try:
-        load_scales(model, quantization, directory)
+        report = load_scales(model, quantization, directory)
+        assert not report.weights_measured and not report.inputs_missing
+        assert len(report.weights_loaded) == len(quantization.weight_groups)
     finally:
         after = [layer.weight_scale() for layer in quantization.layers.values()]
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
