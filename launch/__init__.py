@@ -34,7 +34,7 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 def check_model_path(argv: Sequence[str] | None = None) -> None:
     """Exit with code 2 if ``model.path`` is a local path, but no directory with config.json and weights. ``argv``
-    (default: the command line) may set it several times: the last option counts, else the last recipe. The message
+    (default: the command line) may set it several times, as an option or in a recipe: the last one counts. The message
     names missing files of the recipe's data, too. With --help, --print_config or several ranks nothing is checked here:
     the recipe's own check reports a file that one rank lacks to all ranks."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -50,9 +50,9 @@ def check_model_path(argv: Sequence[str] | None = None) -> None:
 
 
 def _model_path(arguments: Sequence[str]) -> str | None:
-    """Return the ``model.path`` that counts on a command line; None if it cannot be determined."""
+    """Return the last ``model.path`` of the command line; None if it cannot be determined."""
     found = None
-    for option, value in sorted(_pairs(arguments), key=lambda pair: pair[0] != "--config"):  # options after recipes
+    for option, value in _pairs(arguments):
         if option == "--model":
             return None
         if option == "--model.path":

@@ -52,8 +52,7 @@ MOST_VALUES = 100_000  # a recipe has about a hundred, and may have a rule or ex
 def _parser() -> ArgumentParser:
     """Build the command line: one option per field of :class:`Recipe`, and --config for a YAML file."""
     parser = ArgumentParser(
-        description="Options override values of files, wherever they stand. Paths are relative to the current "
-        "directory.",
+        description="Options override values of the files before them. Paths are relative to the current directory.",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -207,33 +206,33 @@ def _too_large(argv: Sequence[str]) -> str:
     return f"{option[1] if option else 'a number'}: an integer beyond every float, expected a number that 64 bits hold"
 
 
-def _files_first(argv: Sequence[str]) -> list[str]:
-    """Move each ``--config FILE`` in front of the options, which count more wherever they stand."""
-    files, options = list[str](), list[str]()
-    words = iter(argv)
-    for word in words:
-        if word == "--config":
-            files += [word, *([value] if (value := next(words, None)) is not None else [])]
-        else:
-            (files if word.startswith("--config=") else options).append(word)
-    return files + options
+def _keys_of(path: str) -> set[str]:
+    """Return the keys that a recipe sets, like ``quant.scheme``; :func:`_check_keys` has read it."""
+    root = yaml.safe_load(_text_of(path))
+    return {*root, *(f"{key}.{name}" for key, part in root.items() if isinstance(part, dict) for name in part)}
 
 
 def _emptied(argv: Sequence[str]) -> Iterator[str]:
-    """Insert an option with the empty value in front of each file or option that sets one of ``REPLACED``."""
+    """Insert an option with the empty value in front of each file or option that sets one of ``REPLACED``. Warn of
+    options that a file behind them replaces."""
+    options: set[str] = set()
     for index, word in enumerate(argv):
         option, _, value = word.partition("=")
         keys = {option.removeprefix("--")}
-        if option == "--config":  # _check_keys has read it
-            root = yaml.safe_load(_text_of(value or argv[index + 1]))
-            keys = {*root, *(f"{key}.{name}" for key, part in root.items() if isinstance(part, dict) for name in part)}
+        if option == "--config":
+            keys = _keys_of(path := value or argv[index + 1])
+            if (lost := sorted(options & keys)) and os.environ.get("RANK", "0") == "0":
+                print(
+                    f"warning: --{lost[0]}: {path}, which stands behind it, sets it again", file=sys.stderr, flush=True
+                )
+        else:
+            options |= keys if word.startswith("--") else set()
         yield from (f"--{key}={empty}" for key, empty in REPLACED.items() if key in keys)
         yield word
 
 
 def _parse(argv: Sequence[str]) -> Recipe:
     """Parse the recipe from the words of a command line. Raises RecipeError."""
-    argv = _files_first(argv)
     config_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_option.add_argument("--config", action="append", default=[], nargs="?", const="")
     for path in config_option.parse_known_args(argv)[0].config:

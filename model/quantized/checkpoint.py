@@ -81,8 +81,8 @@ class SourceCheckpoint:
         beside: codes, scales and zero points of the quantized weights, and scales of inputs and of keys and values, by
             key.
         kv_cache: number format of keys and values; None if they are not quantized, or their format cannot be read.
-        cache_scales: number format for which the scales of keys and values in the files are, if there are any: fp8 for
-            ``quant_method: fp8``, which names none, else ``kv_cache``.
+        implied_cache: number format of scales of keys and values beside a configuration that names none: fp8 for
+            ``quant_method: fp8``.
     """
 
     tensors: dict[str, DiskTensor | QuantizedTensor]
@@ -90,7 +90,7 @@ class SourceCheckpoint:
     lost: set[str]
     beside: dict[str, DiskTensor] = field(default_factory=dict)
     kv_cache: TensorSpec | None = None
-    cache_scales: TensorSpec | None = None
+    implied_cache: TensorSpec | None = None
 
     def is_damaged(self, key: str) -> bool:
         """Return True if the files have codes of the weight ``key``; ``problems`` then says why ``tensors`` has no such
@@ -154,7 +154,7 @@ def _with_weights(checkpoint: Checkpoint, directory: Path, model: PreTrainedMode
     source = SourceCheckpoint({**plain, **coded}, problems, checkpoint.lost, found.beside)
     with suppress(ValueError):
         source.kv_cache = kv_cache_of(config)
-    source.cache_scales = FP8_TENSOR if config["quant_method"] == "fp8" else source.kv_cache
+    source.implied_cache = FP8_TENSOR if config["quant_method"] == "fp8" else None
     return source
 
 

@@ -219,7 +219,7 @@ def _input_keys(model: PreTrainedModel, quantization: Quantization, checkpoint: 
             if disk in coded and coded[disk].scheme.stored_input == layer.scheme.stored_input:
                 yield disk + input_ending(layer.scheme)
     for name, cache in quantization.caches.items():
-        if cache.spec == checkpoint.cache_scales:
+        if cache.spec == (checkpoint.kv_cache or checkpoint.implied_cache):
             yield from cache_keys(model, name)
 
 

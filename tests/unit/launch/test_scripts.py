@@ -58,7 +58,6 @@ def test_the_last_path_counts_and_what_is_not_plain_is_left_to_the_recipe(tmp_pa
     for passing in (
         [*config, "--model.path", "there"],
         [*config, "--model.path=there"],
-        ["--model.path", "there", *config],
         [*config, "--model", "{path: there}"],
         [*config, "--help"],
         ["--config", "broken.yaml"],
@@ -66,7 +65,7 @@ def test_the_last_path_counts_and_what_is_not_plain_is_left_to_the_recipe(tmp_pa
         [],
     ):
         check_model_path(passing)
-    for failing in (["--model.path", "elsewhere", *config], config, [*config, "--model.path=elsewhere"]):
+    for failing in (["--model.path", "there", *config], config, [*config, "--model.path=elsewhere"]):
         with pytest.raises(SystemExit) as end:
             check_model_path(failing)
         assert end.value.code == 2

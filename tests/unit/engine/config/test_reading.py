@@ -34,10 +34,14 @@ def test_file_then_overrides_then_defaults(tmp_path: Path) -> None:
     assert recipe.data.train == ["a.jsonl", "b.jsonl"]
 
 
-def test_options_override_a_file_wherever_they_stand(tmp_path: Path) -> None:
+def test_an_option_in_front_of_a_file_that_sets_it_is_named(tmp_path: Path, capfd) -> None:
     path = str(write_minimal(tmp_path, "optim: {lr: 3e-4}\n"))
-    for argv in (["--optim.lr", "2e-5", "--config", path], ["--optim.lr=2e-5", f"--config={path}"]):
-        assert parse_recipe(argv, check_files=False).optim.lr == 2e-5
+    assert parse_recipe(["--optim.lr", "2e-5", "--config", path], check_files=False).optim.lr == 3e-4
+    assert capfd.readouterr().err == f"warning: --optim.lr: {path}, which stands behind it, sets it again\n"
+    assert (
+        parse_recipe(["--optim.eps", "1e-7", "--config", path, "--optim.lr=2e-5"], check_files=False).optim.lr == 2e-5
+    )
+    assert capfd.readouterr().err == ""
 
 
 OLD = """
