@@ -33,7 +33,7 @@ from engine.schedule import Schedule, check_events
 from engine.session.context import build_loader, start_ranks
 from engine.session.optimizer import parameter_groups
 from engine.session.probes import with_checked_rows
-from engine.session.session import CheckedModels, build_session, check_models
+from engine.session.session import CheckedModels, Session, build_session, check_models
 from engine.session_export import check_export, check_exportable
 from engine.state import HeldOutResults, LoopState, SkippedSteps
 from model.console import working
@@ -116,14 +116,7 @@ def start_run(
     }
     step = 0
     if checkpoint is not None:
-        with working(f"loading {checkpoint.path}"):
-            step = load_checkpoint(session, stateful, checkpoint)
-        before = load_recipe(checkpoint.path / "recipe.yaml")
-        if before.never_quantizes() and not recipe.never_quantizes() and not quant.enabled:
-            quant.observe(True)  # such a run does not observe inputs, but fake quant needs it from now on
-        replaced = session.overrides.replaced(before)
-        for line in (*replaced, *no_steps_left(checkpoint, recipe)):
-            say(line)
+        step = _resume(session, quant, stateful, checkpoint)
     return LoopState(
         session,
         quant,
@@ -138,6 +131,20 @@ def start_run(
         saved_step=step if checkpoint is not None else None,
         stop_requests=stop_requests,
     )
+
+
+def _resume(session: Session, quant: FakeQuant, stateful: StatefulStates, checkpoint: TrainingCheckpoint) -> int:
+    """Load a checkpoint, and say what the recipe cannot change any more; a collective. Return the checkpoint's step."""
+    recipe = session.recipe
+    with working(f"loading {checkpoint.path}"):
+        step = load_checkpoint(session, stateful, checkpoint)
+    before = load_recipe(checkpoint.path / "recipe.yaml")
+    begins = before.never_quantizes() and not recipe.never_quantizes() and not quant.enabled
+    if begins and not quant.quantization.observing:  # a run that never quantizes observes no inputs
+        quant.observe(True)
+    for line in (*session.overrides.replaced(before), *no_steps_left(checkpoint, recipe)):
+        say(line)
+    return step
 
 
 def _loader_class(recipe: Recipe, vocabulary: int, stop_requests: StopRequests) -> Callable[..., Loader]:

@@ -16,7 +16,11 @@ from model.ranks import gather_objects
 from quant import SCHEMES, Ranges
 from quant.reference import absmax_scale, fake_quant
 from tests.distributed.engine.scripts.train import whole_parameters
+from tests.lib.launcher import run_ranks
 from tests.lib.plain import assert_equals_plain_loop, load_result
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import EVEN, NO_TEACHER, Variant, each, runs_of, start_of
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,3 +354,17 @@ def test_a_users_schedule_acts_logs_and_stops(paths):
     (recipe,) = events.Tensors("recipe/text_summary")
     written = (Path(settings.output_dir) / "recipe.yaml").read_text()
     assert recipe.tensor_proto.string_val[0].decode() == f"```yaml\n{written}\n```"
+
+
+def test_an_unquantized_run_is_continued_with_fake_quant(tmp_path):
+    """Its checkpoint has no statistics of inputs: they are observed from the resume on."""
+    options = {"train": {"steps": 2, "checkpoint_every": 2, "gradient_accumulation_steps": 1}, "loss": NO_TEACHER}
+    model, chats = tiny_checkpoint(tmp_path / "model"), write_chats(tmp_path / "chats.jsonl")
+    quant = {"scheme": "fp8_static", "fake_quant_start": -1}
+    recipe = write_recipe(tmp_path, "run", model, chats, stage=1, quant=quant, **options)
+    train = ROOT / "launch" / "train.py"
+    run_ranks(train, "--config", recipe)
+    more = ["--train.resume", "true", "--train.steps", "5", "--quant.fake_quant_start", "4", "--export.enabled", "true"]
+    run_ranks(train, "--config", recipe, *more)
+    config = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "float-quantized"
