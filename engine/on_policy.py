@@ -33,6 +33,7 @@ from engine.publish import CURRENT, PROBE_TOKENS, RUN, STARTED, ServerError, Vll
 from engine.state import NoSamplesError
 from model.ranks import made_by_main, say, words_of
 
+_CHECKPOINTS = ("teacher", "teacher_cache", "start", "scales")  # options that are paths
 AT_ONCE = 256  # number of requests
 AGAIN_SECONDS = 1.0
 SEEDS = 4  # random stream, separate from those of data.loader
@@ -64,7 +65,7 @@ class OnPolicyLoader(Loader):
         self._recipe, self._settings, self._vocabulary = recipe, recipe.data, vocabulary
         self._stop_requests = stop_requests
         self._folder = Path(recipe.output_dir) / "samples"
-        self._reused = False
+        self._reused = self._others = False  # True after the line that says so
 
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k``; a collective, in which rank 0 waits for the server and stores
@@ -113,6 +114,9 @@ class OnPolicyLoader(Loader):
             if not self._reused:
                 say(f"step {k}: its samples were stored before the restart, and are used again ({self._folder})")
         else:
+            if path.exists() and not self._others:
+                say(f"step {k}: its stored samples are of a run with another recipe: new ones are sampled")
+                self._others = True
             age, answers = self._asked(k, prompts)
             self._store(k, path, {"age": age, "answers": answers, "steps": steps})
         self._reused = reused
@@ -128,8 +132,11 @@ class OnPolicyLoader(Loader):
         """Return a digest of what decides how the steps before change the weights. A run that was resumed with another
         recipe repeats other steps: answers stored by the former ones are not its own."""
         recipe = self._recipe
-        of = [asdict(recipe.optim), asdict(recipe.loss), asdict(recipe.learnable), asdict(recipe.quant)]
-        return digest([*of, [asdict(event) for event in recipe.schedule], recipe.train.steps])
+        parts: tuple[Any, ...] = (recipe.optim, recipe.loss, recipe.learnable, recipe.quant, *recipe.schedule)
+        sections = [asdict(part) for part in parts]
+        for section in sections:  # checkpoints may be moved, but not renamed
+            section.update({key: Path(section[key]).name for key in _CHECKPOINTS if section.get(key)})
+        return digest([*sections, recipe.train.steps])
 
     def _store(self, k: int, path: Path, content: dict[str, Any]) -> None:
         """Store the answers of a step; remove those of steps before the oldest checkpoint, or without one before ``k``.

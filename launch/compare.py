@@ -104,7 +104,7 @@ def main() -> None:
             written = write_comparison(comparison, arguments.out) if is_main() else None
         write_results(own, joined(kept, [known[named(directory)] for directory in directories]))
         if left := comparison.left_out():
-            say(f"not compared, as {comparison.bf16.model} has no result of it: {listed(left)}")
+            say(f"not compared: {listed(left)}, which {comparison.bf16.model} lacks")
         say(f"\n{comparison_tables(comparison)}\n\n{written}, {own}")
 
 

@@ -233,9 +233,8 @@ def _mark(directory: Path, name: str, measured: BestMetric | None) -> Best | Non
     """Mark a checkpoint if its value is below the best checkpoint's; return the checkpoint that is now the best.
 
     A mark that is damaged, not finite, or of this step or a later one is removed: the run was resumed from before the
-    marked checkpoint, and does not continue it. Any finite value replaces a
-    mark of another metric, or of one computed otherwise. A value that is not finite is never marked. A failed write is
-    only a warning.
+    marked checkpoint, and does not continue it. Any finite value replaces a mark of another metric, or of one computed
+    otherwise. A value that is not finite is never marked. A failed write is only a warning.
     """
     best = None
     try:

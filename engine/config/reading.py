@@ -212,6 +212,16 @@ def _keys_of(path: str) -> set[str]:
     return {*root, *(f"{key}.{name}" for key, part in root.items() if isinstance(part, dict) for name in part)}
 
 
+def _keys_in(section: str, text: str) -> set[str]:
+    """Return the keys that an option sets if it gives a whole section, as in ``--quant '{rules: []}'``."""
+    if not text.startswith("{"):
+        return set()
+    try:
+        return {f"{section}.{name}" for name in yaml.safe_load(text)}
+    except (yaml.YAMLError, RecursionError):
+        return set()  # the parser refuses it
+
+
 def _emptied(argv: Sequence[str]) -> Iterator[str]:
     """Insert an option with the empty value in front of each file or option that sets one of ``REPLACED``. Warn of
     options that a file behind them replaces."""
@@ -225,8 +235,9 @@ def _emptied(argv: Sequence[str]) -> Iterator[str]:
                 print(
                     f"warning: --{lost[0]}: {path}, which stands behind it, sets it again", file=sys.stderr, flush=True
                 )
-        else:
-            options |= keys if word.startswith("--") else set()
+        elif word.startswith("--"):
+            keys |= _keys_in(option.removeprefix("--"), value or "".join(argv[index + 1 : index + 2]))
+            options |= keys
         yield from (f"--{key}={empty}" for key, empty in REPLACED.items() if key in keys)
         yield word
 

@@ -147,7 +147,9 @@ def test_a_run_resumed_with_another_recipe_asks_for_other_answers(tmp_path, caps
         assert len(server.asked) == 2 * ROWS
         place.loader(optim={"lr": 1e-7}).step(3)
         assert len(server.asked) == 2 * ROWS
-    assert capsys.readouterr().out.count("its samples were stored before the restart, and are used again") == 1
+    said = capsys.readouterr().out
+    assert said.count("its samples were stored before the restart, and are used again") == 1
+    assert said.count("step 3: its stored samples are of a run with another recipe: new ones are sampled") == 1
 
 
 def test_a_new_run_removes_no_file_of_the_user(tmp_path):

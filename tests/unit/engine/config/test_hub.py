@@ -348,7 +348,8 @@ def test_every_script_asks_for_the_names_that_it_is_given(tmp_path):
 
 @pytest.mark.parametrize(("kind", "more"), [("model", []), ("scales", ["kv_cache.safetensors"])])
 def test_scales_are_fetched_from_files_outside_the_index_too(tmp_path, kind, more):
-    """Of a directory on this machine quant.scales reads every safetensors file; llm-compressor writes such files."""
+    """quant.scales reads all safetensors files of a local directory. llm-compressor writes scales of keys and values
+    into a file that the index does not list."""
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     files = ["config.json", INDEX, "model-1.safetensors", "kv_cache.safetensors", "onnx/model.safetensors"]
     chosen = _files(tmp_path, files, kind, weights=True, code=False)

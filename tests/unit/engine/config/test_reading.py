@@ -67,15 +67,18 @@ NEW = {
 }
 
 
-@pytest.mark.parametrize("by_file", [False, True])
+@pytest.mark.parametrize("by", ["option", "section", "file"])
 @pytest.mark.parametrize("key", NEW)
-def test_lists_of_sections_are_replaced_as_a_whole(tmp_path: Path, key: str, by_file: bool) -> None:
+def test_lists_of_sections_are_replaced_as_a_whole(tmp_path: Path, key: str, by: str) -> None:
     """jsonargparse fills what a new item leaves out from the item that had its place, or its name."""
     text, expected = NEW[key]
     section, _, name = key.rpartition(".")
     argv = ["--config", str(write_minimal(tmp_path, OLD))]
     (tmp_path / "new.yaml").write_text(f"{section}: {{{name}: {text}}}" if section else f"{name}: {text}")
-    argv += ["--config", str(tmp_path / "new.yaml")] if by_file else [f"--{key}", text]
+    if by == "section" and section:
+        argv += [f"--{section}", f"{{{name}: {text}}}"]
+    else:
+        argv += ["--config", str(tmp_path / "new.yaml")] if by == "file" else [f"--{key}", text]
     recipe = parse_recipe(argv, check_files=False)
     assert getattr(recipe.quant if section else recipe, name) == expected
 
